@@ -1,0 +1,58 @@
+"""Connections, and the transport rules that both ends must agree on.
+
+Pings. A silent call (a long queue, a long prompt) must neither be taken for dead nor cut for pinging. Our
+clients ping every 10 s, with or without calls, and give a peer 5 s to answer: a peer that vanished without
+a word is noticed within 15 s. Our servers do the same towards clients, and allow any client to ping as often
+as every 5 s; one that pings faster is told "too_many_pings" (UNAVAILABLE), and only its own connection ends.
+"""
+
+import grpc
+
+from rpc.address import Address
+
+KEEPALIVE_SECONDS = 10
+KEEPALIVE_TIMEOUT_SECONDS = 5
+MIN_PING_INTERVAL_SECONDS = 5
+MAX_RECONNECT_SECONDS = 1
+
+Options = list[tuple[str, int | str]]
+
+
+def connect(address: Address, *, max_message_bytes: int) -> grpc.aio.Channel:
+    """A channel to `address`. It connects at the first call and reconnects by itself, at most 1 s apart."""
+    options: Options = [
+        *_common_options(max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_SECONDS * 1000),
+        # Also how long one attempt may take: a black hole costs one second, not twenty.
+        ("grpc.min_reconnect_backoff_ms", MAX_RECONNECT_SECONDS * 1000),
+        # A restarted container comes back under a new address; the default looks names up every 30 s.
+        ("grpc.dns_min_time_between_resolutions_ms", MAX_RECONNECT_SECONDS * 1000),
+        # Each channel has its own connection: closing one never touches another's backoff.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if address.unix_path is not None:
+        options.append(("grpc.default_authority", "localhost"))  # a path is no legal :authority elsewhere
+    return grpc.aio.insecure_channel(address.target, options=options)
+
+
+def server_options(*, max_message_bytes: int) -> Options:
+    """The server's half of the rules above."""
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_SECONDS * 1000),
+        ("grpc.http2.max_ping_strikes", 2),
+        # With it two processes share one port and each gets half of the calls, in silence.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _common_options(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

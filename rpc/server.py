@@ -1,0 +1,153 @@
+"""The life of a service process: bind, announce, serve, drain at SIGTERM, end.
+
+What is served, and when it is well, the service says; nothing here knows it.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+import uvloop
+from grpc_reflection.v1alpha import reflection
+
+from rpc import health as health_service
+from rpc.address import AddressError
+from rpc.channel import server_options
+from rpc.door import Door
+from rpc.errors import StartError
+from rpc.health import Health
+from rpc.listening import bind
+from rpc.settings import ServiceSettings
+
+# After a complete drain: time for last messages to leave. Only streams that never end use it up.
+_FAREWELL_SECONDS = 0.5
+_log = structlog.get_logger()
+
+
+async def serve(
+    settings: ServiceSettings,
+    *,
+    services: Mapping[str, Callable[[grpc.aio.Server], None]],
+    health: Health,
+    run: Callable[[], Awaitable[None]] | None = None,
+    drain: Callable[[], Awaitable[None]] | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code.
+
+    Args:
+        settings: where to listen, limits, grace.
+        services: full service name to what adds it to the server. They and health are what reflection shows.
+        health: the service's health; the service itself says SERVING.
+        run: the service's own background work. If it raises, the process ends with 1; if it returns, serving
+            goes on.
+        drain: returns when no request is left. From SIGTERM on, health says NOT_SERVING and new calls are
+            refused with UNAVAILABLE; once `drain` has returned or `grace_seconds` are over, what still runs
+            is ended (clients see UNAVAILABLE). Without it, open calls are waited for.
+
+    A second signal ends the process at once. The bound address is announced on stdout as one line,
+    `listening on ADDRESS`.
+
+    Raises:
+        StartError: the address cannot be had, or `run` found that the service cannot start.
+    """
+    door = Door()
+    server = grpc.aio.server(
+        interceptors=[door], options=server_options(max_message_bytes=settings.max_message_bytes)
+    )
+    for add_to in services.values():
+        add_to(server)
+    await health.register(server)
+    reflection.enable_server_reflection([*services, health_service.SERVICE_NAME], server)
+    address = bind(server, settings.listen)
+    with _stop_signals() as stop_asked:
+        await server.start()
+        print(f"listening on {address}", flush=True)  # noqa: T201 - the announcement that scripts wait for
+        _log.info("listening", address=str(address))
+        work = asyncio.ensure_future(run()) if run is not None else None
+        try:
+            failure = await _failure_before(stop_asked, work)
+            await health.shut_down()
+            door.close()
+            if failure is None:
+                await _drain(server, drain, settings.grace_seconds)
+        finally:
+            await server.stop(0)
+            if work is not None:
+                work.cancel()
+                await asyncio.wait([work])
+    if isinstance(failure, StartError):
+        raise failure
+    if failure is not None:
+        _log.error("failed", exc_info=failure)
+        return 1
+    _log.info("stopped")
+    return 0
+
+
+def main(prog: str, service: Callable[[], Coroutine[None, None, int]]) -> NoReturn:
+    """Runs a service to its end. What keeps it from starting is one line on stderr and exit code 2."""
+    try:
+        code = uvloop.run(service())
+    except (StartError, AddressError) as error:
+        print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201 - for people
+        code = 2
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    sys.exit(code)
+
+
+async def _failure_before(
+    stop_asked: asyncio.Event, work: asyncio.Future[Any] | None
+) -> BaseException | None:
+    """Waits for the signal to stop; returns what the background work failed with if that comes first."""
+    signalled: asyncio.Future[Any] = asyncio.ensure_future(stop_asked.wait())
+    if work is not None:
+        await asyncio.wait([signalled, work], return_when=asyncio.FIRST_COMPLETED)
+        if work.done() and work.exception() is not None:
+            signalled.cancel()
+            return work.exception()
+    await signalled
+    return None
+
+
+async def _drain(
+    server: grpc.aio.Server, drain: Callable[[], Awaitable[None]] | None, grace_seconds: float
+) -> None:
+    _log.info("draining", grace_seconds=grace_seconds)
+    if drain is None:
+        await server.stop(grace_seconds)
+        return
+    try:
+        async with asyncio.timeout(grace_seconds):
+            await drain()
+    except TimeoutError:
+        _log.warning("grace_over", grace_seconds=grace_seconds)
+    else:
+        await server.stop(_FAREWELL_SECONDS)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[asyncio.Event]:
+    """An event that the first SIGTERM or SIGINT sets; the second one ends the process."""
+    loop = asyncio.get_running_loop()
+    stop_asked = asyncio.Event()
+
+    def stop(number: signal.Signals) -> None:
+        if stop_asked.is_set():
+            os._exit(128 + number)  # at once: no handler, no flush, no thread may hold it up
+        stop_asked.set()
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield stop_asked
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

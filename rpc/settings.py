@@ -1,0 +1,110 @@
+"""Configuration: read once, typed, strict, frozen.
+
+Each field of a service's settings is a flag (`--max-num-seqs`) and an environment variable
+(`CHAIRLIFT_MAX_NUM_SEQS`); the flag wins. A name that nobody knows is an error on either side, because a
+misspelt limit that is silently ignored is found out in production.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from rpc.errors import StartError
+
+PREFIX = "CHAIRLIFT_"
+# Variables with our prefix that are not settings of a service, and who reads them.
+OTHER_VARIABLES = frozenset(
+    {
+        "CHAIRLIFT_MODELS_DIR",  # chairlift pull, chairlift serve
+        "CHAIRLIFT_TEST_MODEL",  # the tests
+    }
+)
+S = TypeVar("S", bound=BaseSettings)
+
+
+class ServiceSettings(BaseSettings):
+    """What every service can be told."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        extra="forbid",
+        frozen=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    listen: str = Field(description="Where to listen: HOST:PORT or unix:PATH. Port 0 takes a free one.")
+    log_format: Literal["console", "json"] = Field(
+        default="console" if sys.stderr.isatty() else "json",
+        description="Form of the log lines on stderr; console where that is a terminal, else json.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lines below this level are not written."
+    )
+    grace_seconds: float = Field(
+        default=30.0, ge=0, le=86_400, description="How long running requests may go on after SIGTERM."
+    )
+    max_message_bytes: int = Field(
+        default=64 * 1024 * 1024,
+        ge=1024 * 1024,
+        le=2**31 - 1,
+        description="Largest message sent or taken, bytes; the same on all tiers.",
+    )
+
+
+def load(settings_class: type[S], argv: list[str], *, prog: str) -> S:
+    """Reads the settings from flags and environment. `--help` prints the flags and exits with 0.
+
+    Raises:
+        StartError: naming the flag or variable, the value and the limit.
+    """
+    _refuse_unknown_variables(settings_class, os.environ)
+    try:
+        source = CliSettingsSource[Any](settings_class, cli_prog_name=prog, cli_exit_on_error=False)
+        return CliApp.run(settings_class, cli_args=argv, cli_settings_source=source, cli_exit_on_error=False)
+    except SettingsError as error:
+        raise StartError(f"{str(error).removeprefix('error parsing CLI: ')} (see {prog} --help)") from error
+    except ValidationError as error:
+        raise StartError("; ".join(_sentence(details, argv) for details in error.errors())) from error
+
+
+def _refuse_unknown_variables(settings_class: type[BaseSettings], environ: Mapping[str, str]) -> None:
+    known = OTHER_VARIABLES | {PREFIX + name.upper() for name in settings_class.model_fields}
+    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    if unknown:
+        raise StartError(f"the environment variable {unknown[0]} is none of: {', '.join(sorted(known))}")
+
+
+def _sentence(details: ErrorDetails, argv: list[str]) -> str:
+    """One line on one wrong value: where it was given, what it is, what would be right."""
+    name = str(details["loc"][0]) if details["loc"] else ""
+    flag, variable = "--" + name.replace("_", "-"), PREFIX + name.upper()
+    kind, context = details["type"], details.get("ctx", {})
+    if kind == "missing":
+        return f"{flag} is missing (it can be given as {variable} too)"
+    given_as_flag = any(word == flag or word.startswith(flag + "=") for word in argv)
+    expectations = {
+        "greater_than_equal": "at least {ge:g}",
+        "greater_than": "more than {gt:g}",
+        "less_than_equal": "at most {le:g}",
+        "less_than": "less than {lt:g}",
+        "int_parsing": "a whole number",
+        "int_from_float": "a whole number",
+        "float_parsing": "a number",
+        "finite_number": "a finite number",
+        "bool_parsing": "true or false",
+        "literal_error": "{expected}",
+    }
+    subject = f"{flag if given_as_flag else variable} is {details['input']!s}"
+    if kind in expectations:
+        return f"{subject}: it must be {expectations[kind].format(**context)}"
+    if kind == "value_error":  # a validator of ours: its text is a sentence already
+        return f"{subject}: {context['error']}"
+    return f"{subject}: {details['msg'][:1].lower()}{details['msg'][1:]}"
