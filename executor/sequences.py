@@ -1,0 +1,528 @@
+"""The sequences an executor knows, and what one plan does to them.
+
+A plan is applied in this order: acknowledged ghosts, releases, admissions, new blocks, rows (architecture,
+section 3.3). A sequence that ends in step k becomes a *ghost* until a plan acknowledges k: its rows are
+skipped and report nothing, for the scheduler may have planned them before it knew.
+
+Two kinds of fault are told apart. A plan that disagrees with this table (unknown ids, wrong positions, too
+few blocks) is the scheduler's fault and raises `PlanError`: the epoch is over. A request that cannot be
+computed (a token id past the vocabulary) is one sequence's fault: it ends with a `SequenceError`, the others
+go on.
+
+Must not know: protos, torch, streams, clocks, other schedulers. It never chooses or frees a block.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor.stopping import FinishReason, StopRule, end_token_ids
+
+INVALID_ARGUMENT: Final = 3
+"""gRPC status code: the request itself cannot be computed."""
+INTERNAL: Final = 13
+"""gRPC status code: the computation went wrong."""
+
+MAX_LOGPROBS: Final = 20
+"""Most alternatives a request may ask for."""
+
+
+class PlanError(ValueError):
+    """The plan and this executor disagree. The epoch is over; the text is a sentence for operators."""
+
+
+# --- what crosses the protocol, as local types ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one sequence's next token is chosen and when it ends. Defaults mean *off*.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy.
+        top_p: smallest set of tokens whose probability reaches this; 1 is off.
+        top_k: this many most likely tokens; 0 is off.
+        min_p: drop tokens less likely than this share of the most likely one; 0 is off.
+        seed: key of the random numbers, any signed 64-bit integer.
+        max_tokens: most output tokens, those before a preemption included.
+        min_tokens: no end token before this many output tokens.
+        ignore_eos: go on past the model's end tokens.
+        stop_token_ids: ids that end the sequence.
+        logprobs: None for no log-probabilities, else how many alternatives beside the chosen token.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence the executor has not seen, or has forgotten.
+
+    `unsupported` names the options its request sets and this executor does not serve.
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: tuple[int, ...]
+    params: SamplingParams
+    unsupported: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One iteration (vLLM: SchedulerOutput). Position i of `seq_ids` and `num_tokens` is one row."""
+
+    epoch: int
+    step_id: int
+    acked_step_id: int = 0
+    released_seq_ids: tuple[int, ...] = ()
+    admitted: tuple[NewSequence, ...] = ()
+    seq_ids: tuple[int, ...] = ()
+    num_tokens: tuple[int, ...] = ()
+    grown_seq_ids: tuple[int, ...] = ()
+    num_new_blocks: tuple[int, ...] = ()
+    new_block_ids: tuple[int, ...] = ()
+    positions_sum: int = 0
+    reserved: tuple[str, ...] = ()
+    """Names of reserved fields that are set; a plan with any is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely one token was, natural logarithm of the model's raw distribution."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the sampler chose for S rows. Where `errors` holds a sentence, the token id means nothing."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: list[str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSequence:
+    """A sequence that ended, and with STOP the end token or stop id that did it."""
+
+    seq_id: int
+    reason: FinishReason
+    matched_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceError:
+    """A sequence that could not be computed: a sentence and the gRPC status code for its client."""
+
+    seq_id: int
+    message: str
+    status_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one plan brought. Rows in the plan's order; a row that erred or was a ghost's is in no column."""
+
+    epoch: int
+    step_id: int
+    seq_ids: tuple[int, ...] = ()
+    num_sampled: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
+    """Pairs of seq_id and the log-probabilities of its new token."""
+    finished: tuple[FinishedSequence, ...] = ()
+    errors: tuple[SequenceError, ...] = ()
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part in a step, ready to compute.
+
+    Attributes:
+        seq_id: whose.
+        token_ids: the tokens to compute.
+        first_position: position of the first of them.
+        block_ids: int32, the sequence's whole block table.
+        params: how its next token is chosen.
+        output_index: which output token it samples (0 is the first); None when known tokens remain after it.
+        masked_ids: ids that may not be chosen.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    first_position: int
+    block_ids: NDArray[np.int32]
+    params: SamplingParams
+    output_index: int | None
+    masked_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What is known of one running sequence."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: NDArray[np.int32]
+    params: SamplingParams
+    stop_rule: StopRule
+
+
+@dataclass(slots=True)
+class _Ghost:
+    """What is left of an ended sequence: enough to check positions_sum over rows planned too late."""
+
+    ended_step: int
+    next_position: int
+
+
+@dataclass(slots=True)
+class _IdSet:
+    """Ids seen so far. One bit each, in pages, so that an epoch of millions of admissions stays small."""
+
+    pages: dict[int, int] = field(default_factory=dict)
+
+    def add(self, number: int) -> bool:
+        """Put `number` in; False when it was in already."""
+        page, bit = divmod(number, 4096)
+        bits = self.pages.get(page, 0)
+        self.pages[page] = bits | 1 << bit
+        return not bits >> bit & 1
+
+
+class SequenceTable:
+    """All sequences of one epoch: `apply` a plan, compute its rows, `commit` what was sampled."""
+
+    __slots__ = (
+        "_block_size",
+        "_eos_token_ids",
+        "_errors",
+        "_ghosts",
+        "_max_num_batched_tokens",
+        "_max_num_seqs",
+        "_max_seq_len",
+        "_num_blocks",
+        "_rows",
+        "_sequences",
+        "_used_seq_ids",
+        "_vocab_size",
+    )
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_seq_len: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+    ) -> None:
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_seq_len = max_seq_len
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._sequences: dict[int, _Sequence] = {}
+        self._ghosts: dict[int, _Ghost] = {}  # in the order they ended
+        self._used_seq_ids = _IdSet()
+        self._rows: list[Row] = []
+        self._errors: list[SequenceError] = []  # of the step between apply and commit
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._sequences)
+
+    @property
+    def num_ghosts(self) -> int:
+        """Ended sequences whose end no plan has acknowledged."""
+        return len(self._ghosts)
+
+    def apply(self, plan: BatchPlan) -> list[Row]:
+        """Bring the table to where the plan's rows can run; return those rows, in the plan's order.
+
+        Raises PlanError when plan and table disagree. The table is then of no further use.
+        """
+        _check_columns(plan)
+        self._errors = []
+        self._forget_ghosts(plan.acked_step_id)
+        for seq_id in plan.released_seq_ids:
+            self._sequences.pop(seq_id, None)
+            self._ghosts.pop(seq_id, None)
+        for new in plan.admitted:
+            self._admit(new, plan.step_id)
+        self._grow(plan)
+        self._check_ceilings(plan)
+        self._rows = self._plan_rows(plan)
+        return self._rows
+
+    def commit(self, plan: BatchPlan, sampled_seq_ids: Sequence[int], sampled: Sampled) -> StepResult:
+        """Take in what the step sampled, end what has ended, and say so.
+
+        `sampled_seq_ids` tells whose each entry of `sampled` is: every row that samples, in any order.
+        """
+        index_of = {seq_id: i for i, seq_id in enumerate(sampled_seq_ids)}
+        seq_ids: list[int] = []
+        num_sampled: list[int] = []
+        token_ids: list[int] = []
+        logprobs: list[tuple[int, TokenLogprobs]] = []
+        finished: list[FinishedSequence] = []
+        for row in self._rows:
+            sequence = self._sequences[row.seq_id]
+            sequence.num_computed_tokens += len(row.token_ids)
+            if row.output_index is None:
+                seq_ids.append(row.seq_id)
+                num_sampled.append(0)
+                continue
+            i = index_of[row.seq_id]
+            if (error := sampled.errors[i]) is not None:
+                self._errors.append(SequenceError(row.seq_id, error, INTERNAL))
+                self._end(row.seq_id, plan.step_id)
+                continue
+            token_id = sampled.token_ids[i]
+            sequence.token_ids.append(token_id)
+            seq_ids.append(row.seq_id)
+            num_sampled.append(1)
+            token_ids.append(token_id)
+            if (chances := sampled.logprobs[i]) is not None:
+                logprobs.append((row.seq_id, chances))
+            reason = sequence.stop_rule.finish_reason(
+                token_id, num_output_tokens=row.output_index + 1, seq_len=len(sequence.token_ids)
+            )
+            if reason is not None:
+                matched = token_id if reason is FinishReason.STOP else None
+                finished.append(FinishedSequence(row.seq_id, reason, matched))
+                self._end(row.seq_id, plan.step_id)
+        result = StepResult(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            seq_ids=tuple(seq_ids),
+            num_sampled=tuple(num_sampled),
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            finished=tuple(finished),
+            errors=tuple(self._errors),
+        )
+        self._rows, self._errors = [], []
+        return result
+
+    def _end(self, seq_id: int, step_id: int) -> None:
+        sequence = self._sequences.pop(seq_id)
+        self._ghosts[seq_id] = _Ghost(step_id, sequence.num_computed_tokens)
+
+    def _forget_ghosts(self, acked_step_id: int) -> None:
+        while self._ghosts:
+            seq_id = next(iter(self._ghosts))
+            if self._ghosts[seq_id].ended_step > acked_step_id:
+                return
+            del self._ghosts[seq_id]
+
+    def _admit(self, new: NewSequence, step_id: int) -> None:
+        if new.seq_id < 1 or not self._used_seq_ids.add(new.seq_id):
+            raise PlanError(
+                f"seq_id {new.seq_id} is 0 or was used before in this epoch; each admission needs its own"
+            )
+        self._check_blocks(new.seq_id, new.block_ids)
+        fault = request_fault(new, vocab_size=self._vocab_size, max_seq_len=self._max_seq_len)
+        if fault is not None:
+            self._errors.append(SequenceError(new.seq_id, fault, INVALID_ARGUMENT))
+            self._ghosts[new.seq_id] = _Ghost(step_id, new.num_computed_tokens)
+            return
+        num_known = len(new.token_ids)
+        if not 1 <= new.num_prompt_tokens <= num_known:
+            raise PlanError(
+                f"num_prompt_tokens of sequence {new.seq_id} is {new.num_prompt_tokens}; "
+                f"it must be 1 to its {num_known} known tokens"
+            )
+        if not new.num_computed_tokens < num_known:
+            raise PlanError(
+                f"num_computed_tokens of sequence {new.seq_id} is {new.num_computed_tokens}; "
+                f"it must leave at least one of its {num_known} known tokens to compute"
+            )
+        params = new.params
+        self._sequences[new.seq_id] = _Sequence(
+            token_ids=list(new.token_ids),
+            num_prompt_tokens=new.num_prompt_tokens,
+            num_computed_tokens=new.num_computed_tokens,
+            block_ids=np.array(new.block_ids, dtype=np.int32),
+            params=params,
+            stop_rule=StopRule(
+                end_token_ids=end_token_ids(
+                    self._eos_token_ids, params.stop_token_ids, ignore_eos=params.ignore_eos
+                ),
+                min_tokens=params.min_tokens,
+                max_tokens=params.max_tokens,
+                max_seq_len=self._max_seq_len,
+            ),
+        )
+
+    def _check_blocks(self, seq_id: int, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            if not 0 <= block_id < self._num_blocks:
+                raise PlanError(
+                    f"sequence {seq_id} has block {block_id}; block ids are 0 to {self._num_blocks - 1}"
+                )
+
+    def _grow(self, plan: BatchPlan) -> None:
+        start = 0
+        for seq_id, count in zip(plan.grown_seq_ids, plan.num_new_blocks, strict=True):
+            block_ids = plan.new_block_ids[start : start + count]
+            start += count
+            self._check_blocks(seq_id, block_ids)
+            if seq_id in self._ghosts:
+                continue  # planned before its end was known; the scheduler takes the blocks back itself
+            if (sequence := self._sequences.get(seq_id)) is None:
+                raise PlanError(f"sequence {seq_id} gets new blocks and is not known here")
+            sequence.block_ids = np.concatenate((sequence.block_ids, np.array(block_ids, dtype=np.int32)))
+
+    def _check_ceilings(self, plan: BatchPlan) -> None:
+        if len(plan.seq_ids) > self._max_num_seqs:
+            raise PlanError(f"the plan has {len(plan.seq_ids)} rows; max_num_seqs is {self._max_num_seqs}")
+        if (num_tokens := sum(plan.num_tokens)) > self._max_num_batched_tokens:
+            raise PlanError(
+                f"the plan has {num_tokens} tokens; max_num_batched_tokens is {self._max_num_batched_tokens}"
+            )
+        if len(set(plan.seq_ids)) != len(plan.seq_ids):
+            raise PlanError("a sequence has two rows in one plan; each may have one")
+
+    def _plan_rows(self, plan: BatchPlan) -> list[Row]:
+        rows: list[Row] = []
+        positions_sum = 0
+        for seq_id, num_tokens in zip(plan.seq_ids, plan.num_tokens, strict=True):
+            if num_tokens < 1:
+                raise PlanError(f"the row of sequence {seq_id} has {num_tokens} tokens; a row has at least 1")
+            if (ghost := self._ghosts.get(seq_id)) is not None:
+                positions_sum += ghost.next_position
+                ghost.next_position += num_tokens
+                continue
+            if (sequence := self._sequences.get(seq_id)) is None:
+                raise PlanError(f"sequence {seq_id} has a row and is not known here")
+            positions_sum += sequence.num_computed_tokens
+            rows.append(self._row(seq_id, sequence, num_tokens))
+        if positions_sum != plan.positions_sum:
+            raise PlanError(
+                f"positions_sum is {plan.positions_sum} in the plan and {positions_sum} here: "
+                "scheduler and executor disagree about what has been computed"
+            )
+        return rows
+
+    def _row(self, seq_id: int, sequence: _Sequence, num_tokens: int) -> Row:
+        first = sequence.num_computed_tokens
+        end, num_known = first + num_tokens, len(sequence.token_ids)
+        if end > num_known:
+            raise PlanError(
+                f"the row of sequence {seq_id} computes positions {first} to {end - 1}; "
+                f"only {num_known} tokens are known"
+            )
+        if end > (num_slots := len(sequence.block_ids) * self._block_size):
+            raise PlanError(
+                f"the row of sequence {seq_id} computes positions {first} to {end - 1}; "
+                f"its {len(sequence.block_ids)} blocks hold {num_slots}"
+            )
+        output_index = num_known - sequence.num_prompt_tokens if end == num_known else None
+        return Row(
+            seq_id=seq_id,
+            token_ids=sequence.token_ids[first:end],
+            first_position=first,
+            block_ids=sequence.block_ids,
+            params=sequence.params,
+            output_index=output_index,
+            masked_ids=() if output_index is None else sequence.stop_rule.masked_ids(output_index),
+        )
+
+
+def _check_columns(plan: BatchPlan) -> None:
+    if plan.reserved:
+        raise PlanError(f"the plan sets {', '.join(plan.reserved)}, reserved at protocol revision 1")
+    if len(plan.seq_ids) != len(plan.num_tokens):
+        raise PlanError(f"seq_ids has {len(plan.seq_ids)} entries and num_tokens {len(plan.num_tokens)}")
+    if len(plan.grown_seq_ids) != len(plan.num_new_blocks):
+        raise PlanError(
+            f"grown_seq_ids has {len(plan.grown_seq_ids)} entries, num_new_blocks {len(plan.num_new_blocks)}"
+        )
+    if sum(plan.num_new_blocks) != len(plan.new_block_ids):
+        raise PlanError(
+            f"num_new_blocks add up to {sum(plan.num_new_blocks)}; "
+            f"new_block_ids has {len(plan.new_block_ids)} entries"
+        )
+
+
+def request_fault(new: NewSequence, *, vocab_size: int, max_seq_len: int) -> str | None:
+    """Why this one request cannot be computed, as a sentence for its client; None when it can.
+
+    The router refuses all of this at its door. It is checked again where a wrong number would index a tensor
+    or poison a batch that others share.
+    """
+    if new.unsupported:
+        return f"{', '.join(new.unsupported)} is not supported by this executor"
+    if not new.token_ids:
+        return "the prompt is empty; at least one token is needed"
+    if max(new.token_ids) >= vocab_size or min(new.token_ids) < 0:
+        index = next(i for i, token_id in enumerate(new.token_ids) if not 0 <= token_id < vocab_size)
+        return f"token {index} is {new.token_ids[index]}; token ids are 0 to {vocab_size - 1}"
+    if len(new.token_ids) >= max_seq_len:
+        return (
+            f"the sequence has {len(new.token_ids)} tokens; it must leave room for one more "
+            f"in the {max_seq_len} this executor can take"
+        )
+    return _params_fault(new, vocab_size)
+
+
+def _params_fault(new: NewSequence, vocab_size: int) -> str | None:
+    params = new.params
+    num_output = len(new.token_ids) - new.num_prompt_tokens
+    bad_stop = next((t for t in params.stop_token_ids if not 0 <= t < vocab_size), None)
+    # Written so that NaN, for which every comparison is false, breaks the rule.
+    rules = (
+        (params.max_tokens >= 1, f"max_tokens is {params.max_tokens}; it must be at least 1"),
+        (
+            num_output < params.max_tokens,
+            f"max_tokens is {params.max_tokens} and {num_output} output tokens are known already",
+        ),
+        (
+            0 <= params.min_tokens <= params.max_tokens,
+            f"min_tokens is {params.min_tokens}; it must be 0 to max_tokens, {params.max_tokens}",
+        ),
+        (
+            0 <= params.temperature < math.inf,
+            f"temperature is {params.temperature}; it must be a finite number, 0 or more",
+        ),
+        (0 < params.top_p <= 1, f"top_p is {params.top_p}; it must be above 0 and at most 1"),
+        (0 <= params.min_p <= 1, f"min_p is {params.min_p}; it must be 0 to 1"),
+        (params.top_k >= 0, f"top_k is {params.top_k}; it must be 0 (off) or more"),
+        (bad_stop is None, f"stop_token_ids holds {bad_stop}; token ids are 0 to {vocab_size - 1}"),
+        (
+            params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS,
+            f"logprobs is {params.logprobs}; it must be 0 to {MAX_LOGPROBS}",
+        ),
+    )
+    return next((sentence for holds, sentence in rules if not holds), None)
