@@ -27,8 +27,8 @@ OTHER_VARIABLES = frozenset(
 S = TypeVar("S", bound=BaseSettings)
 
 
-class ServiceSettings(BaseSettings):
-    """What every service can be told."""
+class Settings(BaseSettings):
+    """Base of all settings: how fields become flags and variables, and that they never change."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
@@ -39,6 +39,10 @@ class ServiceSettings(BaseSettings):
         cli_hide_none_type=True,
         cli_avoid_json=True,
     )
+
+
+class ServiceSettings(Settings):
+    """What every service can be told."""
 
     listen: str = Field(description="Where to listen: HOST:PORT or unix:PATH. Port 0 takes a free one.")
     log_format: Literal["console", "json"] = Field(
@@ -91,10 +95,10 @@ def _sentence(details: ErrorDetails, argv: list[str]) -> str:
         return f"{flag} is missing (it can be given as {variable} too)"
     given_as_flag = any(word == flag or word.startswith(flag + "=") for word in argv)
     expectations = {
-        "greater_than_equal": "at least {ge:g}",
-        "greater_than": "more than {gt:g}",
-        "less_than_equal": "at most {le:g}",
-        "less_than": "less than {lt:g}",
+        "greater_than_equal": "at least {ge:.15g}",
+        "greater_than": "more than {gt:.15g}",
+        "less_than_equal": "at most {le:.15g}",
+        "less_than": "less than {lt:.15g}",
         "int_parsing": "a whole number",
         "int_from_float": "a whole number",
         "float_parsing": "a number",

@@ -1,0 +1,70 @@
+"""The command line: one word says what to do; the rest belongs to the module that does it.
+
+Modules are imported when they are asked for, so that help and errors are quick. A service is not imported
+at all: the process becomes it.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+
+from chairlift.origins import foreign_packages
+
+_COMMANDS = {
+    "serve": "serve a model on this machine: router, scheduler and executor",
+    "generate": "ask a running router and stream the answer",
+    "pull": "fetch a model",
+    "watch": "follow the batch of a running router, step by step",
+    "demo": "twelve questions at once, and what the batch did",
+    "conformance": "check that an executor keeps the step protocol",
+}
+_SERVICES = {
+    "router": "one router: clients and text",
+    "scheduler": "one scheduler: queue, policy, KV blocks, plans",
+    "executor": "one executor: weights, KV cache, sampling",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    complaints = foreign_packages(["protos", "rpc", *_SERVICES])
+    if complaints:
+        print(*(f"chairlift: {complaint}" for complaint in complaints), sep="\n", file=sys.stderr)
+        return 2
+    if command in _SERVICES:
+        # An exec, not a child: signals, exit code and process id are the service's own.
+        os.execv(sys.executable, [sys.executable, "-m", command, *rest])  # noqa: S606 - our own module
+    if command in _COMMANDS:
+        exit_code: int = importlib.import_module(f"chairlift.{command}").main(rest)
+        return exit_code
+    _parser().parse_args(argv)  # prints help or version, or refuses the command
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = [f"  {name:<12} {text}" for name, text in (_COMMANDS | _SERVICES).items()]
+    parser = argparse.ArgumentParser(
+        prog="chairlift",
+        usage="chairlift COMMAND [FLAGS]",
+        description="An LLM server whose batch is re-formed at every model iteration.",
+        epilog="\n".join(["commands:", *lines, "", "`chairlift COMMAND --help` says what a command takes."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("command", choices=[*_COMMANDS, *_SERVICES], nargs="?", help=argparse.SUPPRESS)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("chairlift")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed: run from a source tree"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""`chairlift serve`: router, scheduler and executor on one machine, as processes that live and end together.
+
+They speak over Unix sockets in a private folder; only the router can be reached from outside. What a flag
+means is known by the service that takes it: here it is only handed on.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from chairlift.child_process import ChildProcess, Service
+from chairlift.pull import default_models_dir, resolve
+from rpc.address import Address, AddressError
+from rpc.errors import StartError
+from rpc.settings import Settings, load
+
+_FIRST_RESTART_SECONDS = 0.5
+_LONGEST_RESTART_SECONDS = 10.0
+_STEADY_SECONDS = 60.0
+# A service that has had its grace and does not end is killed after this long.
+_KILL_AFTER_SECONDS = 5.0
+
+
+class ServeSettings(Settings):
+    """What `chairlift serve` takes. A flag that is not given is the service's own default."""
+
+    model: str = Field(description="A folder, a GGUF file, or the name of a pulled model such as smollm2.")
+    listen: str = Field(
+        default="127.0.0.1:50051", description="Where clients connect: HOST:PORT or unix:PATH."
+    )
+    dtype: str | None = Field(
+        default=None, description="Number type of the computation: float32 or bfloat16."
+    )
+    device: str | None = Field(default=None, description="Where it runs: cpu or cuda.")
+    num_blocks: int | None = Field(default=None, description="KV blocks.")
+    block_size: int | None = Field(default=None, description="Tokens in a KV block.")
+    num_threads: int | None = Field(default=None, description="Threads of the executor's computation.")
+    max_num_seqs: int | None = Field(default=None, description="Most sequences in a batch.")
+    max_num_batched_tokens: int | None = Field(default=None, description="Most tokens in one step.")
+    max_step_ms: float | None = Field(default=None, description="Longest step while anything decodes, ms.")
+    window: int | None = Field(default=None, description="Most plans under way at once: 1 or 2.")
+    batching: str | None = Field(
+        default=None, description="iteration, or for comparison request, request-padded."
+    )
+    model_name: str | None = Field(default=None, description="The name that clients call the model by.")
+    default_max_tokens: int | None = Field(
+        default=None, description="Most tokens when a request does not say."
+    )
+    recovery_timeout: float | None = Field(
+        default=None, description="How long a request waits for a lost scheduler, seconds."
+    )
+    grace_seconds: float = Field(
+        default=30.0, ge=0, description="How long running requests may go on after SIGTERM."
+    )
+    max_message_bytes: int | None = Field(default=None, description="Largest message sent or taken, bytes.")
+    log_format: str = Field(
+        default="console" if sys.stderr.isatty() else "json", description="console or json."
+    )
+    log_level: str = Field(default="info", description="debug, info, warning or error.")
+
+
+ALL = ("executor", "scheduler", "router")
+# Which services take which flag.
+TAKEN_BY: dict[str, tuple[str, ...]] = {
+    "model": ("executor", "router"),
+    "dtype": ("executor",),
+    "device": ("executor",),
+    "num_blocks": ("executor", "scheduler"),
+    "block_size": ("executor",),
+    "num_threads": ("executor",),
+    "max_num_seqs": ("executor", "scheduler"),
+    "max_num_batched_tokens": ("executor", "scheduler"),
+    "max_step_ms": ("scheduler",),
+    "window": ("executor", "scheduler"),
+    "batching": ("scheduler",),
+    "model_name": ("router",),
+    "default_max_tokens": ("router",),
+    "recovery_timeout": ("router",),
+    "grace_seconds": ALL,
+    "max_message_bytes": ALL,
+    "log_format": ALL,
+    "log_level": ALL,
+}
+
+
+def services(settings: ServeSettings, model: Path, folder: Path) -> list[Service]:
+    """The three processes, in the order in which they become ready. `folder` is where their sockets go."""
+    sockets = {name: f"unix:{folder}/{name}.sock" for name in ("executor", "scheduler")}
+    own = {
+        "executor": ["--listen", sockets["executor"]],
+        "scheduler": ["--listen", sockets["scheduler"], "--executor", sockets["executor"]],
+        "router": ["--listen", settings.listen, "--scheduler", sockets["scheduler"]],
+    }
+    given = settings.model_dump(exclude_none=True) | {"model": str(model)}
+    for field, names in TAKEN_BY.items():
+        if field in given:
+            for name in names:
+                own[name] += ["--" + field.replace("_", "-"), str(given[field])]
+    return [Service(name, tuple(own[name])) for name in ALL]
+
+
+def main(argv: list[str]) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code."""
+    try:
+        settings = load(ServeSettings, argv, prog="chairlift serve")
+        Address.parse(settings.listen, field="--listen")
+        model = resolve(settings.model, default_models_dir())
+        with tempfile.TemporaryDirectory(prefix="chairlift-") as folder:
+            for service in services(settings, model, Path(folder)):
+                Address.parse(service.argv[1], field=f"the {service.name}'s socket (see TMPDIR)")
+            return asyncio.run(_serve(settings, services(settings, model, Path(folder))))
+    except (StartError, AddressError) as error:
+        print(f"chairlift serve: {error}", file=sys.stderr)
+        return 2
+
+
+async def _serve(settings: ServeSettings, wanted: list[Service]) -> int:
+    started = time.monotonic()
+    children = [ChildProcess(service) for service in wanted]
+    with _stop_signals(children) as stop_asked:
+        stopped = asyncio.ensure_future(stop_asked.wait())
+        try:
+            for child in children:
+                await child.start()
+            for child in children:
+                if not await _ready_before(child, children, stopped):
+                    return 0
+                where = f", listening on {child.address}" if child is children[-1] else ""
+                print(f"{child.name} ready after {time.monotonic() - started:.1f} s{where}", flush=True)
+            keepers = [asyncio.ensure_future(_keep_alive(child)) for child in children]
+            await stopped
+            for keeper in keepers:
+                keeper.cancel()
+        finally:
+            stopped.cancel()
+            # From the door inwards: each tier drains while those it needs are still there.
+            for child in reversed(children):
+                await child.stop(settings.grace_seconds + _KILL_AFTER_SECONDS)
+    return 0
+
+
+async def _ready_before(
+    child: ChildProcess, children: list[ChildProcess], stopped: "asyncio.Future[Any]"
+) -> bool:
+    """Waits until `child` is SERVING; False when it was told to stop first.
+
+    Raises:
+        StartError: one of the processes ended, with the last words of that one.
+    """
+    ready = asyncio.ensure_future(child.serving())
+    try:
+        await asyncio.wait(
+            [ready, stopped, *(other.ended for other in children)], return_when=asyncio.FIRST_COMPLETED
+        )
+        if stopped.done():
+            return False
+        for other in children:
+            if other.ended.done():
+                raise StartError(await other.last_words())
+        return True
+    finally:
+        ready.cancel()
+
+
+async def _keep_alive(child: ChildProcess) -> None:
+    """Starts a process again whenever it ends, after a pause that grows while it keeps ending early."""
+    pause = _FIRST_RESTART_SECONDS
+    while True:
+        started = time.monotonic()
+        await asyncio.wait([child.ended])
+        if time.monotonic() - started > _STEADY_SECONDS:
+            pause = _FIRST_RESTART_SECONDS
+        print(f"{await child.last_words()}; starting it again in {pause:g} s", file=sys.stderr, flush=True)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_RESTART_SECONDS)
+        await child.start()
+
+
+@contextlib.contextmanager
+def _stop_signals(children: list[ChildProcess]) -> Iterator[asyncio.Event]:
+    """An event that the first SIGTERM, SIGINT or SIGHUP sets; the next one kills the children."""
+    loop = asyncio.get_running_loop()
+    stop_asked = asyncio.Event()
+
+    def stop() -> None:
+        if stop_asked.is_set():
+            for child in children:
+                child.kill()
+        stop_asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, stop)
+    yield stop_asked
