@@ -17,7 +17,7 @@ random, so it comes in from outside.
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final, Generic, NoReturn, TypeVar
+from typing import Final, Generic, TypeVar
 
 from executor.sequences import BatchPlan
 
@@ -152,7 +152,7 @@ class Session(Generic[R]):
             refused = 0 < term < self._term
         if refused:
             raise Held(self._holder or "", self._term)
-        self._close("another scheduler or the same one opened the executor again")
+        self._retire_epoch()
         self._holder = scheduler_id
         self._term = term or self._term + 1
         self._epoch = _Epoch(epoch)
@@ -189,10 +189,12 @@ class Session(Generic[R]):
         """
         epoch = self._epoch
         if epoch is None or epoch.number != plan.epoch:
-            self._refuse(plan.epoch)
-        if stream not in epoch.streams or (epoch.current_stream or 0) > stream:
+            raise self.refusal(plan.epoch)
+        if stream not in epoch.streams:
             raise Superseded("a newer stream of this epoch has taken over")
-        epoch.current_stream = stream
+        if stream != epoch.current_stream:
+            epoch.current_stream = stream
+            epoch.streams = {other for other in epoch.streams if other >= stream}
         if (step := epoch.steps.get(plan.step_id)) is not None:
             if step.plan != plan:
                 raise self._broken(f"step {plan.step_id} came again and differs from the first time")
@@ -216,7 +218,7 @@ class Session(Generic[R]):
         if self._epoch is None or self._epoch.number != epoch:
             return ()
         step = self._epoch.steps[step_id]
-        assert step.result is None and step_id == self._epoch.completed_step_id + 1  # noqa: S101, PT018 - rule 1
+        assert step.result is None and step_id == self._epoch.completed_step_id + 1  # noqa: PT018 - rule 1 in one line
         step.result = result
         self._epoch.completed_step_id = step_id
         waiting, step.waiting = step.waiting, []
@@ -227,23 +229,27 @@ class Session(Generic[R]):
         if self._epoch is not None and self._epoch.number == epoch:
             self._close(sentence)
 
+    def refusal(self, epoch: int) -> Held | NotOpen:
+        """What to tell a scheduler whose plans or streams belong to `epoch`, which is not open."""
+        past_holder = self._past_holders.get(epoch)
+        if past_holder is not None and self._holder is not None and past_holder != self._holder:
+            return Held(self._holder, self._term)
+        if self._epoch is None:
+            return NotOpen(f"the executor is not open: {self._why_not_open}")
+        return NotOpen(f"epoch {epoch} is not the one that is open")
+
     def _close(self, why: str) -> None:
         self._why_not_open = why
+        self._retire_epoch()
+
+    def _retire_epoch(self) -> None:
         if self._epoch is None:
             return
-        assert self._holder is not None  # noqa: S101 - an epoch has a holder
+        assert self._holder is not None, "an epoch has a holder"
         self._past_holders[self._epoch.number] = self._holder
         if len(self._past_holders) > _REMEMBERED_EPOCHS:
             self._past_holders.popitem(last=False)
         self._epoch = None
-
-    def _refuse(self, epoch: int) -> NoReturn:
-        past_holder = self._past_holders.get(epoch)
-        if past_holder is not None and self._holder is not None and past_holder != self._holder:
-            raise Held(self._holder, self._term)
-        if self._epoch is None:
-            raise NotOpen(f"the executor is not open: {self._why_not_open}")
-        raise NotOpen(f"epoch {epoch} is not the one that is open")
 
     def _broken(self, sentence: str) -> Broken:
         self._close(sentence)

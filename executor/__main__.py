@@ -1,0 +1,55 @@
+"""Starts an executor: `python -m executor --model PATH --listen HOST:PORT|unix:PATH`."""
+
+import sys
+from functools import partial
+
+from executor.config import ExecutorSettings
+from executor.device import Runner
+from executor.servicer import serve
+from rpc import log, settings
+from rpc.errors import StartError
+from rpc.server import main
+
+PROG = "chairlift executor"
+
+
+def load_runner(config: ExecutorSettings) -> Runner:
+    """The model on its device. Imports torch: called on the device's thread, after the port is open.
+
+    Raises StartError when the model cannot be served.
+    """
+    import torch
+
+    from executor.model import ModelError
+    from executor.runner import ModelRunner
+
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    try:
+        return ModelRunner.load(
+            config.model,
+            dtype=config.dtype,
+            device=config.device,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+        )
+    except ModelError as error:
+        raise StartError(str(error)) from error
+
+
+async def run() -> int:
+    """Reads the settings and serves; returns the exit code."""
+    config = settings.load(ExecutorSettings, sys.argv[1:], prog=PROG)
+    log.configure("executor", fmt=config.log_format, level=config.log_level)
+    return await serve(
+        config,
+        partial(load_runner, config),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.token_budget,
+        max_window=config.window,
+    )
+
+
+if __name__ == "__main__":
+    main(PROG, run)

@@ -1,0 +1,45 @@
+"""What an executor can be told. Read once, typed, strict."""
+
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import Field
+
+from rpc.settings import ServiceSettings
+
+_DEFAULT_TOKEN_BUDGET: Final = {"cpu": 256, "cuda": 2048}
+
+
+class ExecutorSettings(ServiceSettings):
+    """Flags and environment variables of `python -m executor`."""
+
+    model: Path = Field(description="Folder of a Hugging Face model, or a GGUF file.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="Number type of weights, KV cache and computation."
+    )
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where to compute.")
+    num_blocks: int | None = Field(
+        default=None, ge=1, le=2**31 - 1, description="KV blocks. Default: what fits into memory."
+    )
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in a KV block.")
+    max_num_seqs: int = Field(default=256, ge=1, le=65_536, description="Most sequences in a step.")
+    max_num_batched_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**20,
+        description="Most tokens in a step. Default: 256 on cpu, 2048 on cuda.",
+    )
+    window: int = Field(
+        default=2,
+        ge=1,
+        le=2,
+        description="Most plans that may wait for their results, the running one included.",
+    )
+    num_threads: int | None = Field(
+        default=None, ge=1, le=1024, description="Threads of a CPU computation. Default: torch's choice."
+    )
+
+    @property
+    def token_budget(self) -> int:
+        """Most tokens in a step, the default filled in."""
+        return self.max_num_batched_tokens or _DEFAULT_TOKEN_BUDGET[self.device]

@@ -1,0 +1,221 @@
+"""The one thread that owns the device, and what it does for each plan.
+
+Loading, warming up and every step run here and nowhere else, one after the other, so that the event loop
+answers gRPC and health whatever the device does. A plan that is there already starts the moment the one
+before it ends, without a turn through the event loop.
+
+Must not know: protos, streams, who asked.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+from executor.inputs import SampleRow, StepInputs, build_inputs
+from executor.sequences import BatchPlan, Sampled, SequenceTable, StepResult
+
+T = TypeVar("T")
+
+
+class Fingerprints(Protocol):
+    """What must agree for two processes' numbers to mean the same; empty strings are not known."""
+
+    @property
+    def model(self) -> str:
+        """Digest of the weights."""
+
+    @property
+    def tokenizer(self) -> str:
+        """Digest of the vocabulary."""
+
+    @property
+    def numerics(self) -> str:
+        """What the bits of the logits depend on beside the weights."""
+
+
+class StepOutput(Protocol):
+    """What the device made of one step."""
+
+    @property
+    def sampled(self) -> Sampled:
+        """One entry for each sampling row."""
+
+    @property
+    def forward_us(self) -> int:
+        """Microseconds in the model."""
+
+    @property
+    def sample_us(self) -> int:
+        """Microseconds in the sampler."""
+
+
+class Runner(Protocol):
+    """A model on a device, as the protocol side needs it. Called from the device's thread alone."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that plans may use."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence, tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence."""
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """What the parts are."""
+
+    @property
+    def dtype(self) -> str:
+        """Number type of the computation."""
+
+    @property
+    def device(self) -> str:
+        """Kind of device."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of optional abilities, such as "logprobs"."""
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a token's logits are bit-identical whatever the batch, the chunks and the cache."""
+
+    def warm_up(self) -> None:
+        """Make one real token. Raises when the device cannot."""
+
+    def step(self, inputs: StepInputs, sample_rows: Sequence[SampleRow]) -> StepOutput:
+        """Compute one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Where one step's time went, microseconds. `idle_us` is the gap since the epoch's step before."""
+
+    idle_us: int = 0
+    inputs_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+    total_us: int = 0
+
+
+class EpochWork:
+    """The steps of one epoch, as the device's thread runs them."""
+
+    __slots__ = ("_clock_ns", "_last_end_ns", "_runner", "is_over", "table")
+
+    def __init__(
+        self, runner: Runner, table: SequenceTable, *, clock_ns: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        self._runner = runner
+        self._clock_ns = clock_ns
+        self._last_end_ns: int | None = None
+        self.table = table
+        self.is_over = False
+        """Set from outside when the epoch has ended: plans still waiting are not run."""
+
+    def execute(self, plan: BatchPlan) -> tuple[StepResult, StepTimings]:
+        """Run one plan. Raises PlanError when it does not fit what is known here."""
+        start = self._clock_ns()
+        idle_ns = 0 if self._last_end_ns is None else start - self._last_end_ns
+        rows = self.table.apply(plan)
+        if rows:
+            batch = build_inputs(rows, self._runner.block_size)
+            launched = self._clock_ns()
+            output = self._runner.step(batch.inputs, batch.sample_rows)
+            computed = self._clock_ns()
+            result = self.table.commit(plan, batch.sampled_seq_ids, output.sampled)
+            end = self._clock_ns()
+            forward_us, sample_us = output.forward_us, output.sample_us + (end - computed) // 1000
+        else:
+            launched = self._clock_ns()
+            result = self.table.commit(plan, [], Sampled([], [], []))
+            end = self._clock_ns()
+            forward_us, sample_us = 0, (end - launched) // 1000
+        self._last_end_ns = end
+        return result, StepTimings(
+            idle_us=idle_ns // 1000,
+            inputs_us=(launched - start) // 1000,
+            forward_us=forward_us,
+            sample_us=sample_us,
+            total_us=(end - start) // 1000,
+        )
+
+    def device_fault(self) -> BaseException | None:
+        """What keeps the device from making a token; None when it can. To be asked after a failed step."""
+        try:
+            self._runner.warm_up()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the device is lost
+            return error
+        return None
+
+
+class DeviceThread:
+    """Runs functions one after the other in a thread of its own.
+
+    The thread is a daemon: a step that never returns does not keep the process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        """Run `job` after all before it; then `done` on the event loop with what it returned.
+
+        `job` must not raise.
+        """
+
+        def run() -> None:
+            outcome = job()
+            self._loop.call_soon_threadsafe(done, outcome)
+
+        self._jobs.put(run)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run `function` after all before it and hand on what it returns or raises."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def job() -> tuple[T | None, BaseException | None]:
+            try:
+                return function(), None
+            except Exception as error:  # noqa: BLE001 - handed on to the caller
+                return None, error
+
+        def done(outcome: tuple[T | None, BaseException | None]) -> None:
+            if future.cancelled():
+                return
+            value, error = outcome
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(value)  # type: ignore[arg-type]  # None only if T is None
+
+        self.submit(job, done)
+        return await future
+
+    def close(self) -> None:
+        """End the thread after what it has; wait a second for it at most."""
+        self._jobs.put(None)
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

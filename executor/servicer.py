@@ -1,0 +1,359 @@
+"""The gRPC face of the executor: moves messages between streams, the session and the device's thread.
+
+The session decides (who holds, which plan runs, who gets a result); the device computes; this module only
+carries. All of it but the steps themselves runs on the event loop.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from executor import wire
+from executor.device import DeviceThread, EpochWork, Runner, StepTimings
+from executor.sequences import BatchPlan, PlanError, SequenceTable, StepResult
+from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Superseded
+from protos.v1 import executor_pb2, executor_pb2_grpc
+from rpc import server as rpc_server
+from rpc.errors import RequestError, abort
+from rpc.health import Health
+from rpc.settings import ServiceSettings
+
+SERVICE_NAME: Final = "chairlift.v1.Executor"
+
+_log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Leaving(Exception):  # noqa: N818 - it ends a call, it is no failure
+    """This executor has nothing left to do and goes away."""
+
+
+_STATUS: Final[dict[type[Exception], grpc.StatusCode]] = {
+    Held: grpc.StatusCode.PERMISSION_DENIED,
+    NotOpen: grpc.StatusCode.FAILED_PRECONDITION,
+    Superseded: grpc.StatusCode.ABORTED,
+    Broken: grpc.StatusCode.DATA_LOSS,
+    _Leaving: grpc.StatusCode.UNAVAILABLE,
+    DecodeError: grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+
+@dataclass(slots=True)
+class _Call:
+    """One Execute call: what is to be sent on it, its end included."""
+
+    outbox: asyncio.Queue[executor_pb2.StepResult | Exception | None] = field(default_factory=asyncio.Queue)
+    """Results; then one exception that becomes the status, or None for OK."""
+    num_owed: int = 0
+    """Plans received here whose results are not in the outbox."""
+    is_half_closed: bool = False
+    """The client sends no more plans."""
+
+    def answer(self, result: executor_pb2.StepResult) -> None:
+        self.num_owed -= 1
+        self.outbox.put_nowait(result)
+        self._end_if_all_is_sent()
+
+    def half_close(self) -> None:
+        self.is_half_closed = True
+        self._end_if_all_is_sent()
+
+    def end(self, reason: Exception) -> None:
+        self.outbox.put_nowait(reason)
+
+    def _end_if_all_is_sent(self) -> None:
+        if self.is_half_closed and self.num_owed == 0:
+            self.outbox.put_nowait(None)
+
+
+class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
+    """Serves one runner. Made on the event loop; `ready` puts it into service.
+
+    `max_window` is the most unanswered plans. `on_device_lost` is told, with the reason, when the device
+    cannot make a token any more.
+    """
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_window: int,
+        on_device_lost: Callable[[BaseException], None],
+    ) -> None:
+        self._device = device
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_window = max_window
+        self._on_device_lost = on_device_lost
+        self._runner: Runner | None = None
+        self._instance_id = secrets.token_hex(8)
+        self._session: Session[executor_pb2.StepResult] = Session(max_window)
+        self._work: EpochWork | None = None
+        self._calls: dict[int, _Call] = {}
+        self._is_draining = False
+        self._drained = asyncio.Event()
+
+    def ready(self, runner: Runner) -> None:
+        """Serve with `runner`, which has been loaded and has made a token."""
+        self._runner = runner
+
+    async def drain(self) -> None:
+        """Say `draining` in every result from now on; return when the scheduler has nothing left here."""
+        self._is_draining = True
+        self._check_drained()
+        await self._drained.wait()
+        self._end_calls(_Leaving("the executor has drained and shuts down"))
+
+    # --- the two methods of the protocol --------------------------------------------------------
+
+    async def Open(  # noqa: N802 - named by the contract
+        self, request: executor_pb2.OpenRequest, context: Context
+    ) -> executor_pb2.OpenResponse:
+        """See executor.proto."""
+        if self._runner is None:
+            await abort(
+                context,
+                RequestError(grpc.StatusCode.UNAVAILABLE, "the executor is still loading its model"),
+            )
+        if not request.scheduler_id:
+            await abort(
+                context,
+                RequestError(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    "scheduler_id is empty; it names the holder",
+                    "scheduler_id",
+                ),
+            )
+        past_epoch, epoch = self._session.epoch, secrets.randbits(63) + 1
+        try:
+            term = self._session.open(request.scheduler_id, request.term, epoch)
+        except Held as held:
+            _log.warning(
+                "open_refused", scheduler_id=request.scheduler_id, term=request.term, held_by=str(held)
+            )
+            await _end_with(context, held)
+        if past_epoch is not None:
+            self._end_epoch(self._session.refusal(past_epoch))
+        runner = self._runner
+        self._work = EpochWork(
+            runner,
+            SequenceTable(
+                num_blocks=runner.num_blocks,
+                block_size=runner.block_size,
+                max_num_seqs=self._max_num_seqs,
+                max_num_batched_tokens=self._max_num_batched_tokens,
+                max_seq_len=runner.max_seq_len,
+                vocab_size=runner.vocab_size,
+                eos_token_ids=runner.eos_token_ids,
+            ),
+        )
+        _log.info("opened", scheduler_id=request.scheduler_id, term=term, epoch=epoch)
+        return wire.open_response(
+            runner,
+            epoch=epoch,
+            instance_id=self._instance_id,
+            term=term,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            max_window=self._max_window,
+        )
+
+    async def Execute(  # type: ignore[override]  # noqa: N802 - named by the contract
+        self, request_iterator: AsyncIterator[executor_pb2.BatchPlan], context: Context
+    ) -> None:
+        """See executor.proto.
+
+        Writes through the context and not as a generator: when the client breaks off, a coroutine is
+        cancelled where it stands and lets go of its stream at once.
+        """
+        try:
+            stream = self._session.attach()
+        except NotOpen as refusal:
+            await _end_with(context, refusal)
+        call = self._calls[stream] = _Call()
+        reader = asyncio.create_task(self._read(stream, call, request_iterator))
+        try:
+            while (item := await call.outbox.get()) is not None:
+                if isinstance(item, Exception):
+                    await _end_with(context, item)
+                await context.write(item)
+        finally:
+            reader.cancel()
+            del self._calls[stream]
+            self._session.detach(stream)
+            self._check_drained()
+
+    async def _read(self, stream: int, call: _Call, plans: AsyncIterator[executor_pb2.BatchPlan]) -> None:
+        try:
+            async for message in plans:
+                self._on_plan(stream, call, wire.plan_from_proto(message))
+        except Broken as broken:
+            _log.error("epoch_over", reason=str(broken))
+            self._end_epoch(broken)
+        except (Held, NotOpen, Superseded, DecodeError) as reason:
+            call.end(reason)
+        else:
+            call.half_close()
+
+    def _on_plan(self, stream: int, call: _Call, plan: BatchPlan) -> None:
+        before = self._session.current_stream
+        action = self._session.receive(stream, plan)
+        if before not in {None, stream}:
+            _log.info("stream_superseded", step_id=plan.step_id)
+            self._calls[before].end(Superseded("a newer stream of this epoch has taken over"))
+        call.num_owed += 1
+        if isinstance(action, Answer):
+            call.answer(action.result)
+        elif isinstance(action, Run):
+            work = self._work
+            assert work is not None, "an open session has work"
+            self._device.submit(
+                lambda: _execute(work, plan), lambda outcome: self._on_executed(plan, outcome)
+            )
+
+    # --- what comes back from the device --------------------------------------------------------
+
+    def _on_executed(self, plan: BatchPlan, outcome: "_Outcome") -> None:
+        if isinstance(outcome, _Failed):
+            if outcome.device_lost is not None:
+                self._on_device_lost(outcome.device_lost)
+            if self._session.epoch == plan.epoch:
+                _log.error("epoch_over", step_id=plan.step_id, reason=outcome.sentence)
+                self._session.fail(plan.epoch, outcome.sentence)
+                self._end_epoch(Broken(outcome.sentence))
+        elif outcome is not None:
+            result, timings = outcome
+            _log.debug("step", step_id=plan.step_id, rows=len(plan.seq_ids), total_us=timings.total_us)
+            message = wire.result_to_proto(result, timings, draining=self._is_draining)
+            for stream in self._session.complete(plan.epoch, plan.step_id, message):
+                self._calls[stream].answer(message)
+        self._check_drained()
+
+    def _end_epoch(self, reason: Exception) -> None:
+        if self._work is not None:
+            self._work.is_over = True
+            self._work = None
+        self._end_calls(reason)
+
+    def _end_calls(self, reason: Exception) -> None:
+        for call in self._calls.values():
+            call.end(reason)
+
+    def _check_drained(self) -> None:
+        """Drained: nobody is connected, or nothing runs and no sequence is left.
+
+        The table belongs to the device's thread; while no plan is with it, it stands still.
+        """
+        if not self._is_draining or self._session.num_running > 0:
+            return
+        if not self._session.is_connected or self._work is None or self._work.table.num_sequences == 0:
+            self._drained.set()
+
+
+# --- on the device's thread -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A step that has no result, and why the device is lost if it is."""
+
+    sentence: str
+    device_lost: BaseException | None = None
+
+
+_Outcome = tuple[StepResult, StepTimings] | _Failed | None
+
+
+def _execute(work: EpochWork, plan: BatchPlan) -> _Outcome:
+    """Run one plan; None when its epoch has ended meanwhile."""
+    if work.is_over:
+        return None
+    try:
+        return work.execute(plan)
+    except PlanError as error:
+        return _fail(work, f"step {plan.step_id}: {error}")
+    except Exception as error:  # noqa: BLE001 - what failed is unknown: all state of the epoch is in doubt
+        _log.exception("step_failed", step_id=plan.step_id)
+        sentence = f"step {plan.step_id} failed: {type(error).__name__}: {error}"
+        return _fail(work, sentence, device_lost=work.device_fault())
+
+
+def _fail(work: EpochWork, sentence: str, device_lost: BaseException | None = None) -> _Failed:
+    work.is_over = True  # the plans behind this one are already with the device
+    return _Failed(sentence, device_lost)
+
+
+# --- how calls end --------------------------------------------------------------------------------
+
+
+async def _end_with(context: Context, reason: Exception) -> NoReturn:
+    """End a call with the status the protocol gives for `reason`."""
+    if isinstance(reason, Held):
+        context.set_trailing_metadata(
+            (("chairlift-scheduler-id", reason.scheduler_id), ("chairlift-term", str(reason.term)))
+        )
+    await abort(context, RequestError(_STATUS[type(reason)], str(reason)))
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+async def serve(
+    settings: ServiceSettings,
+    load: Callable[[], Runner],
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_window: int,
+) -> int:
+    """Serve the runner that `load` makes until SIGTERM; returns the exit code.
+
+    The port opens at once; health says SERVING when the runner has made a real token.
+    """
+    health = Health([SERVICE_NAME])
+    device = DeviceThread()
+    device_lost: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+
+    def lose_device(error: BaseException) -> None:
+        health.serving(False, "the device cannot make a token any more")
+        if not device_lost.done():
+            device_lost.set_exception(error)
+
+    servicer = ExecutorServicer(
+        device,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_window=max_window,
+        on_device_lost=lose_device,
+    )
+
+    async def run() -> None:
+        runner = await device.call(load)
+        await device.call(runner.warm_up)
+        servicer.ready(runner)
+        health.serving(True)
+        await device_lost
+
+    try:
+        return await rpc_server.serve(
+            settings,
+            services={
+                SERVICE_NAME: lambda server: executor_pb2_grpc.add_ExecutorServicer_to_server(
+                    servicer, server
+                )
+            },
+            health=health,
+            run=run,
+            drain=servicer.drain,
+        )
+    finally:
+        device.close()
