@@ -1,0 +1,1 @@
+"""The executor: weights, KV tensors, sampling and the detection of ends. It knows no queue and no text."""

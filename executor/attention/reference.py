@@ -1,0 +1,173 @@
+"""Attention in plain torch: gathers a row's blocks into one context and calls scaled dot product attention.
+
+Works on every device and in every number type; the other back ends are measured against it.
+
+Rows with several query tokens (chunks) run one by one: few and large. Decode rows run together, in groups of
+similar context length, because a padded batch costs what its longest row costs:
+
+    group of contexts up to 1, 2, 4, 8, … blocks  ->  at most half of a group's gathered slots are padding
+
+Slots past a row's context hold whatever was there before, and even a masked NaN would spread (0 x NaN): they
+are zeroed in the gathered copy.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from executor.attention.base import AttentionMetadata, AttentionSpec
+from executor.inputs import StepInputs
+from executor.kv_cache import LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decode rows whose contexts have similar lengths: G rows of at most L slots."""
+
+    rows: Tensor
+    """int64 `[G]`: the rows, which are also their tokens' places, for decode rows come first"""
+    block_tables: Tensor
+    """int64 `[G, L / block_size]`"""
+    padding: Tensor
+    """bool `[G, 1, L, 1]`: slots past the row's context"""
+    mask: Tensor
+    """bool `[G, 1, 1, L]`: slots the query attends to"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A row with Q query tokens, the last of a context of L tokens."""
+
+    start: int
+    end: int
+    """its tokens are `[start, end)` of the step's"""
+    seq_len: int
+    block_table: Tensor
+    """int64 `[ceil(L / block_size)]`"""
+    mask: Tensor
+    """bool `[Q, L]`: what each query attends to"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """A step's rows, sorted into groups and chunks."""
+
+    groups: tuple[DecodeGroup, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class ReferenceAttention:
+    """`AttentionBackend` in plain torch."""
+
+    name = "reference"
+
+    @classmethod
+    def refusal(cls, spec: AttentionSpec) -> str | None:  # noqa: ARG003 - it serves everything
+        """It serves everything."""
+        return None
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+
+    def prepare(self, inputs: StepInputs) -> AttentionMetadata:
+        """The step's metadata, with its rows sorted into groups and chunks."""
+        device = self._spec.device
+        slots = torch.from_numpy(inputs.slot_mapping).to(device)
+        return AttentionMetadata(
+            query_start_loc=torch.from_numpy(inputs.query_start_loc).to(device),
+            seq_lens=torch.from_numpy(inputs.seq_lens).to(device),
+            block_tables=torch.from_numpy(inputs.block_tables).to(device),
+            slot_blocks=slots // self._spec.block_size,
+            slot_offsets=slots % self._spec.block_size,
+            num_decodes=inputs.num_decodes,
+            max_query_len=inputs.max_query_len,
+            max_seq_len=inputs.max_seq_len,
+            plan=ReferencePlan(self._groups(inputs), self._chunks(inputs)),
+        )
+
+    def write_kv(self, cache: LayerCache, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> None:
+        """Put the new tokens' keys and values into their slots."""
+        cache.keys[metadata.slot_blocks, metadata.slot_offsets] = keys
+        cache.values[metadata.slot_blocks, metadata.slot_offsets] = values
+
+    def forward(self, query: Tensor, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
+        """Attend to the cached contexts."""
+        plan: ReferencePlan = metadata.plan
+        output = torch.empty_like(query)
+        for group in plan.groups:
+            output[group.rows] = self._attend_group(query[group.rows], cache, group)
+        for chunk in plan.chunks:
+            output[chunk.start : chunk.end] = self._attend_chunk(query[chunk.start : chunk.end], cache, chunk)
+        return output
+
+    def _groups(self, inputs: StepInputs) -> tuple[DecodeGroup, ...]:
+        num_decodes, block_size = inputs.num_decodes, self._spec.block_size
+        seq_lens = inputs.seq_lens[:num_decodes].astype(np.int64)
+        num_blocks = -(-seq_lens // block_size)
+        group_of_row = np.ceil(np.log2(num_blocks)).astype(np.int64)
+        return tuple(
+            self._group(np.flatnonzero(group_of_row == group), num_blocks, inputs)
+            for group in np.unique(group_of_row)
+        )
+
+    def _group(self, rows: np.ndarray, num_blocks: np.ndarray, inputs: StepInputs) -> DecodeGroup:
+        device = self._spec.device
+        width = int(num_blocks[rows].max())
+        slots = np.arange(width * self._spec.block_size)
+        mask = torch.from_numpy(slots[None, :] < inputs.seq_lens[rows, None]).to(device)
+        return DecodeGroup(
+            rows=torch.from_numpy(rows).to(device),
+            block_tables=torch.from_numpy(inputs.block_tables[rows, :width].astype(np.int64)).to(device),
+            padding=~mask[:, None, :, None],
+            mask=mask[:, None, None, :],
+        )
+
+    def _chunks(self, inputs: StepInputs) -> tuple[Chunk, ...]:
+        rows = range(inputs.num_decodes, len(inputs.seq_lens))
+        return tuple(self._chunk(row, inputs) for row in rows)
+
+    def _chunk(self, row: int, inputs: StepInputs) -> Chunk:
+        device = self._spec.device
+        start, end = int(inputs.query_start_loc[row]), int(inputs.query_start_loc[row + 1])
+        seq_len = int(inputs.seq_lens[row])
+        num_blocks = -(-seq_len // self._spec.block_size)
+        query_positions = np.arange(seq_len - (end - start), seq_len)
+        return Chunk(
+            start=start,
+            end=end,
+            seq_len=seq_len,
+            block_table=torch.from_numpy(inputs.block_tables[row, :num_blocks].astype(np.int64)).to(device),
+            mask=torch.from_numpy(np.arange(seq_len)[None, :] <= query_positions[:, None]).to(device),
+        )
+
+    def _attend_group(self, query: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
+        # The query heads that share a key-value head become its query tokens: they see the same context.
+        num_rows, num_heads, head_dim = query.shape
+        queries = query.view(num_rows, self._spec.num_kv_heads, -1, head_dim)
+        keys = _gathered(cache.keys, group.block_tables).masked_fill_(group.padding, 0.0)
+        values = _gathered(cache.values, group.block_tables).masked_fill_(group.padding, 0.0)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+        return attended.reshape(num_rows, num_heads, head_dim)
+
+    @staticmethod
+    def _attend_chunk(query: Tensor, cache: LayerCache, chunk: Chunk) -> Tensor:
+        table = chunk.block_table.unsqueeze(0)
+        attended = functional.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            _gathered(cache.keys, table)[:, :, : chunk.seq_len],
+            _gathered(cache.values, table)[:, :, : chunk.seq_len],
+            attn_mask=chunk.mask,
+            enable_gqa=True,
+        )
+        return attended.squeeze(0).transpose(0, 1)
+
+
+def _gathered(cache: Tensor, block_tables: Tensor) -> Tensor:
+    """Copies of the contexts in `block_tables` `[G, B]`: `[G, num_kv_heads, B * block_size, head_dim]`."""
+    num_rows, num_blocks = block_tables.shape
+    _, block_size, num_kv_heads, head_dim = cache.shape
+    blocks = cache.transpose(1, 2)[block_tables]  # [G, B, num_kv_heads, block_size, head_dim]
+    return blocks.transpose(1, 2).reshape(num_rows, num_kv_heads, num_blocks * block_size, head_dim)

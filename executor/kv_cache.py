@@ -1,0 +1,117 @@
+"""The tensors that hold keys and values, in blocks. Which block belongs to whom is not known here.
+
+One layer's keys (values alike), as allocated:
+
+    [ num_blocks + 1 | num_kv_heads | block_size | head_dim ]
+      block b          head h         slot s       one vector, contiguous
+
+Head-major inside a block, so that one head's keys of a block are one run of memory. Kernels get the permuted
+view `[num_blocks + 1, block_size, num_kv_heads, head_dim]`, in which token `slot` of a sequence stands at
+`[slot // block_size, slot % block_size]`. The last block, `trash_block_id`, belongs to no sequence, now or
+ever: rows that pad a batch, and the warm-up, write there.
+
+Allocated as zeros: kernels multiply what lies past a sequence's end with a probability of zero, and that must
+not be a NaN.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from executor.model.config import ModelConfig
+from executor.model.errors import ModelError
+
+CPU_MEMORY_SHARE = 0.4
+"""Of the memory that is available after the weights are loaded."""
+CPU_MEMORY_LIMIT_BYTES = 4 << 30
+"""So that a machine with other work to do keeps its memory unless told otherwise."""
+CUDA_MEMORY_SHARE = 0.85
+"""Of the device memory that is free after the weights are loaded; the rest is for activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values, each a view `[num_blocks + 1, block_size, num_kv_heads, head_dim]`."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class KVCache:
+    """Keys and values of all layers. Block ids of plans are 0 to `num_blocks - 1`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (config.num_layers, 2, num_blocks + 1, config.num_kv_heads, block_size, config.head_dim)
+        try:
+            storage = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            num_bytes = (num_blocks + 1) * bytes_per_block(config, block_size, dtype)
+            raise ModelError(
+                f"num_blocks {num_blocks} of {block_size} tokens need {num_bytes / 2**30:.1f} GiB on "
+                f"{device.type}, which could not be allocated; use fewer."
+            ) from error
+        views = storage.transpose(3, 4)
+        self._layers = tuple(LayerCache(keys, values) for keys, values in views)
+
+    @property
+    def trash_block_id(self) -> int:
+        """The block that belongs to no sequence."""
+        return self.num_blocks
+
+    def layer(self, index: int) -> LayerCache:
+        """The cache of layer `index`."""
+        return self._layers[index]
+
+
+def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+
+
+def default_num_blocks(
+    config: ModelConfig, *, block_size: int, dtype: torch.dtype, device: torch.device, max_num_seqs: int
+) -> int:
+    """As many blocks as a share of the free memory holds.
+
+    No more than `max_num_seqs` whole sequences need. Raises `ModelError` when there is no memory for one.
+    """
+    if device.type == "cpu":
+        budget = min(int(available_memory_bytes() * CPU_MEMORY_SHARE), CPU_MEMORY_LIMIT_BYTES)
+    else:
+        budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_MEMORY_SHARE)
+    block_bytes = bytes_per_block(config, block_size, dtype)
+    affordable = budget // block_bytes - 1  # the trash block
+    if affordable < 1:
+        raise ModelError(
+            f"{budget} bytes of {device.type} memory can be used for the KV cache, and two blocks of "
+            f"{block_size} tokens need {2 * block_bytes}; free memory, or give num_blocks."
+        )
+    useful = max_num_seqs * -(-config.max_seq_len // block_size)
+    return min(affordable, useful)
+
+
+def available_memory_bytes() -> int:
+    """Memory a process may take without swapping: the machine's, or its control group's if that is less."""
+    meminfo = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    )
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - used))

@@ -1,0 +1,8 @@
+"""The Llama family: what a checkpoint says of itself, its weights, and one forward pass over a mixed batch.
+
+Everything that can be wrong with a model on disk ends in a `ModelError`.
+"""
+
+from executor.model.errors import ModelError
+
+__all__ = ["ModelError"]

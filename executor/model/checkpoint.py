@@ -1,0 +1,77 @@
+"""What a model on disk offers, whatever its format.
+
+Its shape, its end tokens, its vocabulary, its tensors under Hugging Face names, and its tokenizer's
+fingerprint. Knows that there are two formats, and nothing of how a tensor is used.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from executor.model.config import ModelConfig
+from executor.model.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that has not been read yet."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As the file calls it: BF16, F32, Q4_1, …"""
+    read: Callable[[], Tensor]
+    """Reads it in a floating point type. Raises `ModelError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk, opened: all that is known without reading the tensors."""
+
+    path: Path
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    """Sorted union of what all files of the model call an end token."""
+    token_texts: tuple[str, ...]
+    """Text of each token in id order, ids without a token left out; empty when there is no tokenizer."""
+    tensors: Mapping[str, StoredTensor]
+    """Under Hugging Face names (`model.layers.0.mlp.up_proj.weight`), in their layout."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a Hugging Face folder or a GGUF file. Raises `ModelError`."""
+    if not path.exists():
+        raise ModelError(f"model path {path} does not exist.")
+    if path.is_dir():
+        from executor.model.hugging_face import open_folder
+
+        return open_folder(path)
+    if path.suffix == ".gguf":
+        from executor.model.gguf_file import open_gguf
+
+        return open_gguf(path)
+    raise ModelError(
+        f"model path {path} is a file but no .gguf file: give a Hugging Face folder or a GGUF file."
+    )
+
+
+def checked_eos_ids(eos_ids: set[int], vocab_size: int, path: Path) -> tuple[int, ...]:
+    """`eos_ids` sorted. Raises `ModelError` for one that is no token."""
+    for token_id in sorted(eos_ids):
+        if not 0 <= token_id < vocab_size:
+            raise ModelError(
+                f"{path}: end token id {token_id} is outside of the vocabulary of {vocab_size} tokens."
+            )
+    return tuple(sorted(eos_ids))
+
+
+def tokenizer_fingerprint(token_texts: tuple[str, ...]) -> str:
+    """SHA-256 (hex) over each token's text in id order, each ended by a zero byte; "" without a tokenizer."""
+    if not token_texts:
+        return ""
+    digest = hashlib.sha256()
+    for text in token_texts:
+        digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,151 @@
+"""Opens a Hugging Face folder: config.json, safetensors (one file, or shards with an index), tokenizer files.
+
+Files are mapped into memory; a tensor is read when the weights are filled. Plain JSON is all that is needed
+of the tokenizer here: its vocabulary and its end token.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from executor.model.checkpoint import Checkpoint, StoredTensor, checked_eos_ids
+from executor.model.config import from_config_json
+from executor.model.errors import ModelError
+
+_INDEX_NAME = "model.safetensors.index.json"
+_SINGLE_NAME = "model.safetensors"
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Open `folder`. Raises `ModelError`."""
+    raw_config = read_json(folder / "config.json")
+    config = from_config_json(raw_config)
+    tokens = vocabulary(folder)
+    raw_generation = optional_json(folder / "generation_config.json")
+    raw_tokenizer_config = optional_json(folder / "tokenizer_config.json")
+    eos_ids = (
+        listed_ids(raw_config.get("eos_token_id"), folder / "config.json")
+        | listed_ids(raw_generation.get("eos_token_id"), folder / "generation_config.json")
+        | tokenizer_eos_ids(raw_tokenizer_config, tokens)
+    )
+    return Checkpoint(
+        path=folder,
+        config=config,
+        eos_token_ids=checked_eos_ids(eos_ids, config.vocab_size, folder),
+        token_texts=tuple(text for text, _ in sorted(tokens.items(), key=lambda token: token[1])),
+        tensors=stored_tensors(folder),
+    )
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of the folder's safetensors.
+
+    Raises `ModelError` for a missing shard or tensor, or a bad file.
+    """
+    index_path = folder / _INDEX_NAME
+    if not index_path.exists():
+        if not (folder / _SINGLE_NAME).exists():
+            raise ModelError(f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}.")
+        return shard_tensors(folder / _SINGLE_NAME)
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index_path}: weight_map must name a file for each tensor.")
+    shards: dict[str, dict[str, StoredTensor]] = {}
+    for shard_name in sorted(set(weight_map.values())):
+        # A shard is a file beside the index: an index must not reach for files elsewhere.
+        if Path(shard_name).name != shard_name:
+            raise ModelError(f"{index_path}: {shard_name!r} is not a plain file name.")
+        if not (folder / shard_name).exists():
+            raise ModelError(f"{folder / shard_name} does not exist, but {_INDEX_NAME} names it.")
+        shards[shard_name] = shard_tensors(folder / shard_name)
+    for tensor_name, shard_name in weight_map.items():
+        if tensor_name not in shards[shard_name]:
+            raise ModelError(f"{folder / shard_name} has no tensor {tensor_name}, but {_INDEX_NAME} says so.")
+    return {name: tensor for shard in shards.values() for name, tensor in shard.items()}
+
+
+def shard_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file.
+
+    Raises `ModelError` when it is truncated or no safetensors file.
+    """
+    try:
+        file: Any = safe_open(path, framework="pt")
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is no dict
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} cannot be read as safetensors ({error}): it is incomplete or damaged."
+        ) from error
+
+    def reader(name: str) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            tensor: Tensor = file.get_tensor(name)
+            if not tensor.is_floating_point():
+                raise ModelError(
+                    f"{path}: tensor {name} holds {tensor.dtype}; expected floating point numbers."
+                )
+            return tensor
+
+        return read
+
+    return {
+        name: StoredTensor(tuple(piece.get_shape()), str(piece.get_dtype()), reader(name))
+        for name, piece in slices.items()
+    }
+
+
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Token text to id from tokenizer.json, added tokens included; empty when there is no such file."""
+    path = folder / "tokenizer.json"
+    raw = optional_json(path)
+    if not raw:
+        return {}
+    try:
+        vocab = raw["model"]["vocab"]
+        tokens = (
+            dict(vocab)
+            if isinstance(vocab, dict)
+            else {text: token_id for token_id, (text, _) in enumerate(vocab)}
+        )
+        tokens |= {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: the vocabulary cannot be read ({error!r}).") from error
+    return tokens
+
+
+def tokenizer_eos_ids(raw_tokenizer_config: Mapping[str, Any], tokens: Mapping[str, int]) -> set[int]:
+    """The id of tokenizer_config.json's `eos_token`, which is a text or an object with a `content`."""
+    eos_token = raw_tokenizer_config.get("eos_token")
+    if isinstance(eos_token, Mapping):
+        eos_token = eos_token.get("content")
+    return {tokens[eos_token]} if isinstance(eos_token, str) and eos_token in tokens else set()
+
+
+def listed_ids(value: Any, path: Path) -> set[int]:
+    """The ids in an `eos_token_id` entry: absent, one number, or a list. Raises `ModelError`."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+        raise ModelError(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of token ids.")
+    return set(ids)
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty when there is no such file. Raises `ModelError`."""
+    return read_json(path) if path.exists() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`. Raises `ModelError`."""
+    if not path.exists():
+        raise ModelError(f"{path} does not exist: {path.parent} is not a Hugging Face model folder.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object.")
+    return value

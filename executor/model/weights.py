@@ -1,0 +1,226 @@
+"""Fills a model's weights from a checkpoint, and refuses a checkpoint that does not fit exactly.
+
+Every tensor that the shape of the model asks for must be there in that size; nothing is left as it was
+allocated. Projections that read the same input are stored as one matrix, so that a layer runs four matrix
+products:
+
+    qkv:      [query rows | key rows | value rows]   x hidden_size
+    gate_up:  [gate rows | up rows]                  x hidden_size
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import structlog
+import torch
+from torch import Tensor
+
+from executor.model.checkpoint import Checkpoint, StoredTensor
+from executor.model.config import ModelConfig
+from executor.model.errors import ModelError
+
+EMBEDDINGS = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+ROPE_DIVISORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies; only GGUF files have them."""
+
+_SAMPLE_SIZE = 256
+_MOST_NAMED = 3
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A projection: weight `[out, in]` and, where the model has one, bias `[out]`."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Norms are `[hidden_size]`."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    attention_out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All weights, on the device, in the number type of the computation."""
+
+    embeddings: Tensor
+    """`[vocab_size, hidden_size]`"""
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Tensor
+    """`[vocab_size, hidden_size]`; the same tensor as the embeddings when tied."""
+    rope_divisors: Tensor | None
+    """`[head_dim / 2]`, float32, on the CPU."""
+    fingerprint: str
+    """SHA-256 (hex) over names, shapes, stored types and a sample of the values."""
+    num_bytes: int
+
+
+def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Read `checkpoint` as `dtype` onto `device`. Raises `ModelError`."""
+    config = checkpoint.config
+    _check_names_and_shapes(checkpoint)
+    return _Reader(checkpoint, dtype, device).weights(config)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the model needs."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDINGS: (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, hidden)
+    projections = {
+        "self_attn.q_proj": (q_size, hidden, config.attention_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, q_size, config.attention_bias),
+        "mlp.gate_proj": (mlp, hidden, config.mlp_bias),
+        "mlp.up_proj": (mlp, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, mlp, config.mlp_bias),
+    }
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+        for name, (rows, columns, has_bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+    return shapes
+
+
+def _check_names_and_shapes(checkpoint: Checkpoint) -> None:
+    expected = expected_shapes(checkpoint.config)
+    missing = [name for name in expected if name not in checkpoint.tensors]
+    if HEAD in missing:
+        raise ModelError(
+            f"{checkpoint.path}: {HEAD} is missing and tie_word_embeddings is false: "
+            "the model has no output head."
+        )
+    if missing:
+        raise ModelError(f"{checkpoint.path}: {_named(missing)} missing.")
+    for name, shape in expected.items():
+        found = checkpoint.tensors[name].shape
+        if found != shape:
+            raise ModelError(
+                f"{checkpoint.path}: tensor {name} has shape {list(found)}; the model's configuration needs "
+                f"{list(shape)}."
+            )
+    optional = {HEAD, ROPE_DIVISORS}
+    extra = [
+        name
+        for name in checkpoint.tensors
+        if name not in expected and name not in optional and not name.endswith("rotary_emb.inv_freq")
+    ]
+    if extra:
+        log.warning(
+            "tensors_ignored", path=str(checkpoint.path), reason=f"{_named(extra)} not part of the model"
+        )
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMED])
+    more = len(names) - _MOST_NAMED
+    if len(names) == 1:
+        return f"tensor {shown} is"
+    return f"tensors {shown} and {more} more are" if more > 0 else f"tensors {shown} are"
+
+
+class _Reader:
+    """Reads tensors one by one into their places, and digests each on its way."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+
+    def weights(self, config: ModelConfig) -> ModelWeights:
+        embeddings = self._fused(EMBEDDINGS)
+        layers = tuple(self._layer(config, f"model.layers.{layer}.") for layer in range(config.num_layers))
+        final_norm = self._fused("model.norm.weight")
+        return ModelWeights(
+            embeddings=embeddings,
+            layers=layers,
+            final_norm=final_norm,
+            head=self._head(config, embeddings),
+            rope_divisors=self._rope_divisors(config),
+            fingerprint=self._digest.hexdigest(),
+            num_bytes=self._num_bytes,
+        )
+
+    def _layer(self, config: ModelConfig, prefix: str) -> LayerWeights:
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        return LayerWeights(
+            attention_norm=self._fused(f"{prefix}input_layernorm.weight"),
+            qkv=self._linear(config.attention_bias, *(f"{attention}{part}_proj" for part in "qkv")),
+            attention_out=self._linear(config.attention_bias, f"{attention}o_proj"),
+            mlp_norm=self._fused(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._linear(config.mlp_bias, f"{mlp}gate_proj", f"{mlp}up_proj"),
+            down=self._linear(config.mlp_bias, f"{mlp}down_proj"),
+        )
+
+    def _linear(self, has_bias: bool, *names: str) -> Linear:  # noqa: FBT001 - private; names are the rest
+        weight = self._fused(*(f"{name}.weight" for name in names))
+        return Linear(weight, self._fused(*(f"{name}.bias" for name in names)) if has_bias else None)
+
+    def _fused(self, *names: str) -> Tensor:
+        """The tensors `names`, one under the other."""
+        stored = [self._checkpoint.tensors[name] for name in names]
+        num_rows = [tensor.shape[0] for tensor in stored]
+        place = torch.empty((sum(num_rows), *stored[0].shape[1:]), dtype=self._dtype, device=self._device)
+        for name, tensor, rows in zip(names, stored, torch.split(place, num_rows), strict=True):
+            rows.copy_(self._read(name, tensor))
+        self._num_bytes += place.nbytes
+        return place
+
+    def _read(self, name: str, stored: StoredTensor) -> Tensor:
+        values = stored.read()
+        self._digest.update(f"{name} {list(stored.shape)} {stored.dtype}\n".encode())
+        flat = values.reshape(-1)
+        sample = torch.cat([flat[:_SAMPLE_SIZE], flat[-_SAMPLE_SIZE:]]).float()
+        if not math.isfinite(float(values.sum(dtype=torch.float64))):
+            raise ModelError(f"{self._checkpoint.path}: tensor {name} holds numbers that are not finite.")
+        self._digest.update(sample.numpy().tobytes())
+        return values
+
+    def _head(self, config: ModelConfig, embeddings: Tensor) -> Tensor:
+        """The output head. A tied checkpoint may store it once more, but not another one."""
+        if not config.tie_word_embeddings:
+            return self._fused(HEAD)
+        if HEAD in self._checkpoint.tensors:
+            head = self._checkpoint.tensors[HEAD].read()
+            if head.shape != embeddings.shape or not torch.equal(head.to(embeddings), embeddings):
+                raise ModelError(
+                    f"{self._checkpoint.path}: tie_word_embeddings is true, but {HEAD} differs from "
+                    f"{EMBEDDINGS}."
+                )
+        return embeddings
+
+    def _rope_divisors(self, config: ModelConfig) -> Tensor | None:
+        stored = self._checkpoint.tensors.get(ROPE_DIVISORS)
+        if stored is None:
+            return None
+        if stored.shape != (config.head_dim // 2,):
+            raise ModelError(
+                f"{self._checkpoint.path}: tensor {ROPE_DIVISORS} has shape {list(stored.shape)}; "
+                f"half of head_dim {config.head_dim} is needed."
+            )
+        return self._read(ROPE_DIVISORS, stored).float()

@@ -1,0 +1,272 @@
+"""The device: a model, its KV cache and the sampler, driven one step at a time by one thread.
+
+Knows no plan and no sequence: arrays come in (`executor.inputs`), chosen tokens go out.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import structlog
+import torch
+
+from executor import sampler
+from executor.attention.base import AttentionBackend, AttentionSpec, select_backend
+from executor.attention.reference import ReferenceAttention
+from executor.inputs import SampleRow, StepInputs
+from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
+from executor.model import ModelError
+from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
+from executor.model.config import ModelConfig
+from executor.model.llama import Llama
+from executor.model.weights import load_weights
+from executor.sequences import Sampled, SamplingParams
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (ReferenceAttention,)
+"""In order of preference."""
+FEATURES: Final = ("logprobs",)
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """What two processes must share for their numbers to mean the same; "" is *not known*."""
+
+    model: str
+    tokenizer: str
+    numerics: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step chose, and the microseconds that the forward pass and the sampling took."""
+
+    sampled: Sampled
+    forward_us: int
+    sample_us: int
+
+
+class ModelRunner:
+    """A loaded model. Use it from one thread."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        model: Llama,
+        model_fingerprint: str,
+        attention: AttentionBackend,
+        kv_cache: KVCache,
+        dtype: str,
+        device: torch.device,
+    ) -> None:
+        self._config: ModelConfig = checkpoint.config
+        self._eos_token_ids = checkpoint.eos_token_ids
+        self._model = model
+        self._attention = attention
+        self._kv_cache = kv_cache
+        self._dtype = dtype
+        self._device = device
+        self._fingerprints = Fingerprints(
+            model=model_fingerprint,
+            tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
+            numerics=numerics(device, dtype, attention),
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        dtype: str,
+        device: str,
+        num_blocks: int | None,
+        block_size: int,
+        max_num_seqs: int,
+    ) -> "ModelRunner":
+        """Load a Hugging Face folder or a GGUF file.
+
+        `dtype` is float32 or bfloat16, `device` cpu or cuda. `num_blocks` of the KV cache (None: what a share
+        of the free memory holds, and no more than `max_num_seqs` whole sequences need), of `block_size`
+        tokens each. Raises `ModelError`.
+        """
+        started = time.monotonic()
+        torch_dtype, torch_device = checked_dtype(dtype, device), checked_device(device)
+        checkpoint = open_checkpoint(path)
+        config = checkpoint.config
+        spec = AttentionSpec(
+            device=torch_device,
+            dtype=torch_dtype,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+        )
+        attention = select_backend(BACKENDS, spec)
+        weights = load_weights(checkpoint, torch_dtype, torch_device)
+        chosen_num_blocks = num_blocks or default_num_blocks(
+            config, block_size=block_size, dtype=torch_dtype, device=torch_device, max_num_seqs=max_num_seqs
+        )
+        kv_cache = KVCache(
+            config,
+            num_blocks=chosen_num_blocks,
+            block_size=block_size,
+            dtype=torch_dtype,
+            device=torch_device,
+        )
+        log.info(
+            "model_loaded",
+            path=str(path),
+            dtype=dtype,
+            stored_as=sorted({tensor.dtype for tensor in checkpoint.tensors.values()}),
+            device=device,
+            seconds=round(time.monotonic() - started, 2),
+            weight_bytes=weights.num_bytes,
+            num_blocks=chosen_num_blocks,
+            block_size=block_size,
+            kv_cache_bytes=(chosen_num_blocks + 1) * bytes_per_block(config, block_size, torch_dtype),
+            max_seq_len=config.max_seq_len,
+            eos_token_ids=checkpoint.eos_token_ids,
+        )
+        return cls(
+            checkpoint,
+            model=Llama(config, weights, attention),
+            model_fingerprint=weights.fingerprint,
+            attention=attention,
+            kv_cache=kv_cache,
+            dtype=dtype,
+            device=torch_device,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that plans may use."""
+        return self._kv_cache.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._kv_cache.block_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self._config.vocab_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence the model can take, prompt plus output, tokens."""
+        return self._config.max_seq_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that any of the model's files calls an end token, sorted."""
+        return self._eos_token_ids
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """What model, tokenizer and numerics are."""
+        return self._fingerprints
+
+    @property
+    def dtype(self) -> str:
+        """Number type of the computation."""
+        return self._dtype
+
+    @property
+    def device(self) -> str:
+        """Kind of device."""
+        return self._device.type
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of optional abilities."""
+        return FEATURES
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a token's logits are bit-identical whatever the batch, the chunks and the cache.
+
+        No: the matrix products of torch choose their order of summation by the number of rows.
+        """
+        return False
+
+    @torch.inference_mode()
+    def step(self, inputs: StepInputs, sample_rows: Sequence[SampleRow]) -> StepOutput:
+        """Compute the rows of one step and choose a token for each of `sample_rows`.
+
+        `sample_rows` belong to `inputs.logits_indices`, in that order. A row that cannot be sampled has its
+        error in the result; it is no exception.
+        """
+        started = time.perf_counter_ns()
+        logits = self.logits(inputs)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        forwarded = time.perf_counter_ns()
+        sampled = sampler.sample(logits, sample_rows) if sample_rows else Sampled([], [], [])
+        ended = time.perf_counter_ns()
+        return StepOutput(sampled, (forwarded - started) // 1000, (ended - forwarded) // 1000)
+
+    @torch.inference_mode()
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute the rows of one step: float32 logits `[num_sampling_rows, vocab_size]`."""
+        token_ids = torch.from_numpy(inputs.token_ids).to(self._device)
+        positions = torch.from_numpy(inputs.positions).to(self._device)
+        metadata = self._attention.prepare(inputs)
+        hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
+        return self._model.logits(hidden[torch.from_numpy(inputs.logits_indices).to(self._device)])
+
+    def warm_up(self) -> None:
+        """Make one real token, in the block that belongs to no sequence.
+
+        Raises `ModelError` when the model's logits are not finite numbers.
+        """
+        block_id = self._kv_cache.trash_block_id
+        inputs = StepInputs(
+            token_ids=np.zeros(1, dtype=np.int64),
+            positions=np.zeros(1, dtype=np.int64),
+            slot_mapping=np.array([block_id * self.block_size], dtype=np.int64),
+            query_start_loc=np.array([0, 1], dtype=np.int32),
+            seq_lens=np.ones(1, dtype=np.int32),
+            block_tables=np.array([[block_id]], dtype=np.int32),
+            logits_indices=np.zeros(1, dtype=np.int64),
+            num_decodes=1,
+            max_query_len=1,
+            max_seq_len=1,
+        )
+        output = self.step(inputs, [SampleRow(SamplingParams(max_tokens=1), output_index=0, masked_ids=())])
+        error = output.sampled.errors[0]
+        if error is not None:
+            raise ModelError(f"the first token could not be made: {error}.")
+        log.info("warmed_up", forward_us=output.forward_us, sample_us=output.sample_us)
+
+
+def checked_dtype(dtype: str, device: str) -> torch.dtype:
+    """The torch type named `dtype`. Raises `ModelError` for one that is not served."""
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported on {device}; supported: {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+def checked_device(device: str) -> torch.device:
+    """The torch device of kind `device`. Raises `ModelError` when it is not there."""
+    if device not in {"cpu", "cuda"}:
+        raise ModelError(f"device {device!r} is not supported; supported: cpu, cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device; use cpu.")
+    return torch.device(device)
+
+
+def numerics(device: torch.device, dtype: str, attention: AttentionBackend) -> str:
+    """What the bits of the logits depend on beside the weights."""
+    kind = (
+        torch.backends.cpu.get_cpu_capability()
+        if device.type == "cpu"
+        else torch.cuda.get_device_name(device)
+    )
+    return f"{device.type} {kind}, {dtype}, {attention.name} attention, torch {torch.__version__}"

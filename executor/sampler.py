@@ -1,0 +1,152 @@
+"""Chooses each row's next token from its logits. Knows no sequence, no end, and no neighbour of a row.
+
+A token is drawn by inverse CDF from one uniform number per token (`executor.philox`), keyed by the request's
+seed and the token's place in the output. The CDF runs over the vocabulary in id order, so that the filters
+take part only by what they remove.
+
+Order: masked ids, then temperature, then top-k, then top-p of what top-k left, then min-p relative to the
+most likely token. Each is off at its neutral value, and each keeps at least the most likely token; where
+tokens tie, the lower id counts as the more likely one. Temperature 0 takes the most likely token, whatever
+else is set.
+
+Log-probabilities are those of the model's raw distribution, before masks, temperature and filters.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.inputs import SampleRow
+from executor.philox import uniforms
+from executor.sequences import Sampled, TokenLogprobs
+
+NOT_FINITE = "the model's logits for this sequence are not numbers (NaN or infinite): it cannot be continued"
+ALL_MASKED = "every token is excluded for this sequence: none can be chosen"
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
+    """Choose one token for each row of `logits` (float32 `[num_rows, vocab_size]`), as `rows` asks.
+
+    A row whose logits hold NaN or +inf, or leave no token to choose, gets an error in place of a token; the
+    others are not touched by it.
+    """
+    allowed = masked(logits, rows)
+    highest = allowed.amax(dim=-1)  # carries a NaN and a +inf with it; -inf when nothing is left
+    errors = [error_of(value) for value in highest.tolist()]
+    if any(errors):
+        bad = torch.tensor([error is not None for error in errors], device=logits.device)
+        allowed = allowed.masked_fill(bad[:, None], 0.0)
+        highest = highest.masked_fill(bad, 0.0)
+    chosen = allowed.argmax(dim=-1)  # the first of equals
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        chosen[index] = draw(allowed[index], highest[index], [rows[i] for i in drawn])
+    token_ids = chosen.tolist()
+    return Sampled(token_ids, logprobs(logits, rows, token_ids, errors), errors)
+
+
+def masked(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """`logits` without the ids that the rows may not choose now; the same tensor when there are none."""
+    places = [(index, token_id) for index, row in enumerate(rows) for token_id in row.masked_ids]
+    if not places:
+        return logits
+    row_indices, token_ids = torch.tensor(places, device=logits.device).T
+    return logits.index_put((row_indices, token_ids), torch.tensor(-torch.inf, device=logits.device))
+
+
+def error_of(highest: float) -> str | None:
+    """What is wrong with a row whose highest logit this is, as a sentence; None when nothing is."""
+    if highest == -np.inf:
+        return ALL_MASKED
+    return None if np.isfinite(highest) else NOT_FINITE
+
+
+def draw(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Draw a token id for each row (int64 `[num_rows]`) of `logits`, whose maxima are `highest`."""
+    weights = filtered(likelihoods(logits, highest, rows), rows)
+    numbers = uniforms([row.params.seed for row in rows], [row.output_index for row in rows])
+    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cdf[:, -1:].contiguous()
+    target = total * torch.from_numpy(numbers).to(logits.device)[:, None]
+    # The first token whose CDF exceeds the target. Rounding may lift a target to the total: the last token
+    # with any weight is the limit, and it is the first whose CDF is the total.
+    found = torch.searchsorted(cdf, target, right=True)
+    last = torch.searchsorted(cdf, total, right=False)
+    return torch.minimum(found, last).squeeze(-1)
+
+
+def likelihoods(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Likelihoods at the rows' temperatures, relative to the most likely token, which has 1."""
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
+    # The maximum is taken off first: however small the temperature, the most likely token stays at exp(0).
+    smallest = torch.finfo(torch.float32).tiny
+    return ((logits - highest[:, None]) / temperatures.clamp(min=smallest)[:, None]).exp()
+
+
+def filtered(weights: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """`weights` with zeros for the tokens that top-k, top-p and min-p remove; rows without filters as they
+    are."""
+    vocab_size = weights.shape[-1]
+    # Off in another spelling is off: nothing is computed for it, and nothing is rounded.
+    top_ks = [row.params.top_k if 0 < row.params.top_k < vocab_size else vocab_size for row in rows]
+    picked = [
+        index
+        for index, row in enumerate(rows)
+        if top_ks[index] < vocab_size or row.params.top_p < 1 or row.params.min_p > 0
+    ]
+    if not picked:
+        return weights
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=weights.device)[:, None]
+
+    index = torch.tensor(picked, device=weights.device)
+    ordered, token_ids = weights[index].sort(dim=-1, descending=True, stable=True)
+    places = torch.arange(vocab_size, device=weights.device)
+    within_top_k = places < column([top_ks[i] for i in picked])
+    mass = torch.where(within_top_k, ordered, 0.0).cumsum(dim=-1, dtype=torch.float64)
+    top_p = column([rows[i].params.top_p for i in picked])
+    # A token is needed as long as those before it do not reach top_p. At 1 all are, whatever the sums round
+    # to.
+    before = mass - ordered
+    within_top_p = (before < top_p * mass[:, -1:]) | (top_p >= 1)
+    within_min_p = ordered >= column([rows[i].params.min_p for i in picked]) * ordered[:, :1]
+    keep = (within_top_k & within_top_p & within_min_p) | (places == 0)
+    kept = torch.zeros_like(ordered).scatter_(1, token_ids, torch.where(keep, ordered, 0.0))
+    return weights.index_copy(0, index, kept)
+
+
+def logprobs(
+    logits: Tensor, rows: Sequence[SampleRow], token_ids: list[int], errors: list[str | None]
+) -> list[TokenLogprobs | None]:
+    """Log-probabilities of the rows that ask for them, from the raw distribution."""
+    reports: list[TokenLogprobs | None] = [None] * len(rows)
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None]
+    if asked:
+        index = torch.tensor(asked, device=logits.device)
+        table = logits[index].double().log_softmax(dim=-1).cpu().numpy()
+        for i, row_logprobs in zip(asked, table, strict=True):
+            reports[i] = token_logprobs(row_logprobs, token_ids[i], rows[i].params.logprobs or 0)
+    return reports
+
+
+def token_logprobs(row_logprobs: np.ndarray, token_id: int, num_top: int) -> TokenLogprobs:
+    """The report on one token. Alternatives come most likely first; impossible ones are left out."""
+    own = row_logprobs[token_id]
+    rank = 1 + int((row_logprobs > own).sum()) + int((row_logprobs[:token_id] == own).sum())
+    num_top = min(num_top, len(row_logprobs))
+    top_ids = np.empty(0, dtype=np.int64)
+    if num_top:
+        threshold = np.partition(row_logprobs, -num_top)[-num_top]
+        candidates = np.flatnonzero((row_logprobs >= threshold) & (row_logprobs > -np.inf))
+        top_ids = candidates[np.argsort(-row_logprobs[candidates], kind="stable")][:num_top]
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=float(own),
+        rank=rank,
+        top_token_ids=tuple(top_ids.tolist()),
+        top_logprobs=tuple(row_logprobs[top_ids].tolist()),
+    )
