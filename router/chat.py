@@ -1,0 +1,178 @@
+"""A conversation into the text that the model was trained to continue, by its own chat template, sandboxed.
+
+Equal to `apply_chat_template` of Hugging Face transformers, character by character: same environment, same
+filters and functions. The template comes with the model and is code: it runs in jinja2's immutable sandbox,
+and its work is bounded (`MAX_LOOP_STEPS` over all its `range` loops, `MAX_CHARACTERS` of text; loops over the
+conversation are bounded by its size), so that a foolish template costs a refusal and not the server. What it
+raises becomes a ChatError, a sentence for the client.
+
+It must not know tokens. Rendering is CPU work of up to seconds for huge conversations: keep it off the loop.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+MAX_LOOP_STEPS = 1_000_000
+MAX_CHARACTERS = 16 * 1024 * 1024
+
+
+class ChatError(ValueError):
+    """The conversation cannot be put into the template; the text is a sentence for the client."""
+
+
+class TemplateError(ValueError):
+    """The model's template is not a template; the text is a sentence for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn. `name` is handed to the template when it is not empty."""
+
+    role: str
+    content: str
+    name: str = ""
+
+
+class ChatTemplate:
+    """One model's template, compiled once. Rendering may run in several threads at once.
+
+    `special_tokens` are the texts that templates know as `bos_token` and `eos_token`.
+    """
+
+    __slots__ = ("_special_tokens", "_template")
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(
+                f"the chat template is broken at line {error.lineno}: {error.message}"
+            ) from error
+        self._special_tokens = special_tokens
+
+    def render(self, messages: list[ChatMessage], tools: list[str], *, add_generation_prompt: bool) -> str:
+        """The conversation as text. `tools` are definitions as JSON text; an empty list means no tools.
+
+        Raises ChatError when there is no message, a tool is not JSON, the template refuses or fails, or its
+        work passes the bounds.
+        """
+        if not messages:
+            raise ChatError("chat.messages is empty; at least one message is needed")
+        variables = {
+            **self._special_tokens,
+            "messages": [_as_template_sees(message) for message in messages],
+            "tools": _parsed_tools(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            "range": _BoundedRange(),
+        }
+        try:
+            return _bounded_join(self._template.generate(variables))
+        except _RefusedByTemplateError as error:
+            raise ChatError(f"chat: the model's chat template refuses this conversation: {error}") from error
+        except ChatError:
+            raise
+        except Exception as error:  # foreign code may raise anything, and only this request is hurt by it
+            reason = str(error) or type(error).__name__
+            raise ChatError(
+                f"chat: the model's chat template failed on this conversation: {reason}"
+            ) from error
+
+
+class _RefusedByTemplateError(jinja2.TemplateError):
+    """The template called `raise_exception`."""
+
+
+class _BoundedRange:
+    """`range` for one rendering. Nested loops call it once a round, so what is counted is their product."""
+
+    def __init__(self) -> None:
+        self._steps_left = MAX_LOOP_STEPS
+
+    def __call__(self, *bounds: int) -> range:
+        steps = range(*bounds)
+        self._steps_left -= len(steps)
+        if self._steps_left < 0:
+            raise ChatError(f"chat: the model's chat template loops for more than {MAX_LOOP_STEPS} steps")
+        return steps
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}`: marks text for training in some templates; here, its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates call it by position as transformers allows
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002 - likewise
+) -> str:
+    """JSON as it is, where jinja2's own filter would escape HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise _RefusedByTemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # noqa: DTZ005 - the server's local date, as transformers gives it
+
+
+def _as_template_sees(message: ChatMessage) -> dict[str, str]:
+    seen = {"role": message.role, "content": message.content}
+    if message.name:
+        seen["name"] = message.name
+    return seen
+
+
+def _parsed_tools(tools: list[str]) -> list[Any]:
+    parsed = []
+    for index, tool in enumerate(tools):
+        try:
+            parsed.append(json.loads(tool))
+        except (ValueError, RecursionError) as error:
+            raise ChatError(f"chat.tools[{index}] is not JSON: {error}") from error
+    return parsed
+
+
+def _bounded_join(chunks: Iterable[str]) -> str:
+    text = []
+    num_characters = 0
+    for chunk in chunks:
+        num_characters += len(chunk)
+        if num_characters > MAX_CHARACTERS:
+            raise ChatError(
+                f"chat: the model's chat template makes more than {MAX_CHARACTERS} characters of this"
+            )
+        text.append(chunk)
+    return "".join(text)

@@ -1,0 +1,62 @@
+"""The text of one sequence: ids in, certain text out, cut at the first stop string.
+
+Ids are taken in one at a time, so the text after n ids is a function of those ids and the stops alone,
+however the ids arrive: a stream that is resumed runs its ids from the first again and holds back the same.
+Pure; it must not know where ids come from or where text goes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from router.detokenizer import Detokenizer
+from router.stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What some ids brought.
+
+    `num_tokens` of them were taken in: all, or up to and including the one whose text completed the stop
+    string `matched`; the ids after that one are not part of the answer.
+    """
+
+    text: str
+    num_tokens: int
+    matched: str | None
+
+
+class TextStream:
+    """One sequence's detokenizer and stop strings, in line. Nothing is pushed after a match."""
+
+    __slots__ = ("_detokenizer", "_stops", "matched")
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self.matched: str | None = None
+        """The stop string that has completed, be it in `push` or in `finish`."""
+
+    def push(self, token_ids: Iterable[int]) -> Piece:
+        """Take in the next ids; returns the text that is now certain."""
+        texts = []
+        num_tokens = 0
+        for token_id in token_ids:
+            num_tokens += 1
+            pushed = self._stops.push(self._detokenizer.push((token_id,)))
+            texts.append(pushed.text)
+            if pushed.matched is not None:
+                self.matched = pushed.matched
+                break
+        return Piece("".join(texts), num_tokens, self.matched)
+
+    def finish(self) -> str:
+        """The sequence has ended; returns the text held back, once.
+
+        A character left half, or bytes held until their run ends, become text only here, and may complete a
+        stop string: `matched` says so.
+        """
+        if self.matched is not None:
+            return ""
+        pushed = self._stops.push(self._detokenizer.flush())
+        self.matched = pushed.matched
+        return pushed.text + self._stops.flush()

@@ -1,0 +1,188 @@
+"""Text and conversations into token ids, and back: the model's tokenizer as the router uses it.
+
+Ids are those of Hugging Face transformers: a plain text gets the special tokens of the tokenizer's
+post-processor once; a text that comes out of the chat template gets none, for the template writes its own.
+Special tokens spelled out in a text become those tokens, as there. A lone surrogate (JSON can hold one, UTF-8
+cannot) counts as U+FFFD. `clean_up_tokenization_spaces` is not followed: it takes back text already sent.
+
+Tokenizing is CPU work in proportion to the text, with the interpreter lock released: keep it off the loop.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import tokenizers
+
+from router.chat import ChatError, ChatMessage, ChatTemplate, TemplateError
+from router.detokenizer import ByteLevelDetokenizer, Detokenizer, PieceDetokenizer
+from router.model_files import ModelFiles, ModelFilesError
+
+
+class Tokenizer:
+    """One model's tokenizer. All methods may be called from several threads at once.
+
+    Raises ModelFilesError when the chat template is broken, or when the text cannot be streamed exactly.
+    """
+
+    __slots__ = (
+        "_anchor",
+        "_byte_fallback",
+        "_chat_template",
+        "_special_ids",
+        "_token_bytes",
+        "_tokenizer",
+        "fingerprint",
+        "vocab_size",
+    )
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._tokenizer = files.tokenizer
+        self._chat_template = _compiled_template(files)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        texts = {token_id: text for text, token_id in self._tokenizer.get_vocab().items()}
+        self.vocab_size: int = max(texts, default=-1) + 1
+        """Number of ids: one more than the largest."""
+        self.fingerprint: str = _fingerprint(texts)
+        """SHA-256 (hex) over each token's text in id order, each ended by a zero byte."""
+        stages = _decoder_stages(self._tokenizer)
+        self._token_bytes: list[bytes] | None = None
+        self._anchor = 0
+        self._byte_fallback = any(stage["type"] == "ByteFallback" for stage in stages)
+        if [stage["type"] for stage in stages] == ["ByteLevel"]:
+            self._token_bytes = [self._spelled_bytes(texts.get(i)) for i in range(self.vocab_size)]
+            for special in self._special_ids:
+                self._token_bytes[special] = b""
+        elif stages and all(map(_works_piece_by_piece, stages)):
+            self._anchor = self._find_anchor(texts)
+        else:
+            names = ", ".join(stage["type"] for stage in stages) or "none"
+            raise ModelFilesError(
+                f"{files.name}: the tokenizer's decoder ({names}) cannot be streamed exactly; supported are "
+                "ByteLevel, and sequences of Replace, ByteFallback, Fuse, Strip and Metaspace"
+            )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings a chat template."""
+        return self._chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a plain text, with the special tokens that the tokenizer puts around one."""
+        ids: list[int] = self._tokenizer.encode(_without_lone_surrogates(text)).ids
+        return ids
+
+    def encode_chat(
+        self,
+        messages: list[ChatMessage],
+        tools: list[str],
+        add_generation_prompt: bool,  # noqa: FBT001 - the request's field, handed on
+    ) -> list[int]:
+        """The ids of a conversation in the chat template. Raises ChatError, a sentence for the client."""
+        if self._chat_template is None:
+            raise ChatError("chat: this model has no chat template; send text or token_ids")
+        text = self._chat_template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        ids: list[int] = self._tokenizer.encode(_without_lone_surrogates(text), add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int], *, include_special: bool = False) -> str:
+        """The text of ids; an id without a token has none. What `detokenizer` gives piece by piece."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not include_special)
+        return text
+
+    def token_text(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, None for an id without one."""
+        text: str | None = self._tokenizer.id_to_token(token_id)
+        return text
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh detokenizer for one sequence."""
+        if self._token_bytes is not None:
+            return ByteLevelDetokenizer(self._bytes_of)
+        return PieceDetokenizer(
+            self._ordinary_text, self.decode, anchor=self._anchor, byte_fallback=self._byte_fallback
+        )
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        assert self._token_bytes is not None, "only byte-level vocabularies ask"
+        return self._token_bytes[token_id] if token_id < self.vocab_size else b""
+
+    def _ordinary_text(self, token_id: int) -> str | None:
+        return None if token_id in self._special_ids else self.token_text(token_id)
+
+    def _find_anchor(self, texts: dict[int, str]) -> int:
+        for token_id, text in texts.items():
+            if text.isascii() and text.isalpha() and self.decode([token_id]) == text:
+                return token_id
+        raise ModelFilesError("the tokenizer has no token that is a plain word, so it is no text tokenizer")
+
+    @staticmethod
+    def _spelled_bytes(text: str | None) -> bytes:
+        """The bytes a byte-level token stands for; a token outside the byte alphabet stands for itself."""
+        if text is None:
+            return b""
+        try:
+            return bytes(map(BYTE_OF_CHARACTER.__getitem__, text))
+        except KeyError:
+            return text.encode()
+
+
+def _compiled_template(files: ModelFiles) -> ChatTemplate | None:
+    if files.chat_template is None:
+        return None
+    special = {"bos_token": files.bos_token, "eos_token": files.eos_token}
+    try:
+        return ChatTemplate(files.chat_template, {k: v for k, v in special.items() if v is not None})
+    except TemplateError as error:
+        raise ModelFilesError(f"{files.name}: {error}") from error
+
+
+def _fingerprint(texts: dict[int, str]) -> str:
+    digest = hashlib.sha256()
+    for _, text in sorted(texts.items()):
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _decoder_stages(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.decoder is None:
+        return []
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    stages: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return stages
+
+
+def _works_piece_by_piece(stage: dict[str, Any]) -> bool:
+    """Whether a stage treats each token by itself, but for the start of the text and runs of byte tokens."""
+    match stage["type"]:
+        case "Replace":
+            return len(stage["pattern"].get("String", "")) == 1
+        case "Strip":
+            return bool(stage["stop"] == 0)
+        case kind:
+            return kind in {"ByteFallback", "Fuse", "Metaspace"}
+
+
+def _without_lone_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Pairs become the character they mean, what is left over U+FFFD.
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`)."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_alphabet()
