@@ -1,0 +1,4 @@
+"""The scheduler: queue, policy, KV block state; one batch plan for each model iteration.
+
+Runs without torch and never sees text. `core` is the place to start reading.
+"""

@@ -1,0 +1,68 @@
+"""`python -m scheduler`: one scheduler process."""
+
+import asyncio
+import sys
+
+import structlog
+
+from protos.v1 import scheduler_pb2, scheduler_pb2_grpc
+from rpc import log, server
+from rpc.address import Address
+from rpc.health import Health
+from rpc.settings import load
+from scheduler import wire
+from scheduler.config import SchedulerSettings
+from scheduler.core import SchedulerCore
+from scheduler.loop import ExecutorDirectory, ExecutorLoop, SchedulerLoop
+from scheduler.servicer import SchedulerServicer
+
+SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
+
+
+async def run(argv: list[str]) -> int:
+    """Serves until told to stop; returns the exit code."""
+    settings = load(SchedulerSettings, argv, prog="chairlift scheduler")
+    log.configure("scheduler", fmt=settings.log_format, level=settings.log_level)
+    health = Health([SERVICE])
+    core = SchedulerCore(settings.limits, settings.batching, wire.padding_sampling())
+    loop = SchedulerLoop(core, on_serving=health.serving)
+    servicer = SchedulerServicer(
+        loop, scheduler_id=settings.name, router_stall_seconds=settings.router_stall_seconds
+    )
+
+    def executor_loop(address: Address) -> ExecutorLoop:
+        return ExecutorLoop(
+            loop,
+            address,
+            scheduler_id=settings.name,
+            reattach_seconds=settings.reattach_seconds,
+            max_message_bytes=settings.max_message_bytes,
+        )
+
+    async def background() -> None:
+        structlog.get_logger().info("waiting_for_executor", executor=settings.executor)
+        directory = ExecutorDirectory(settings.executor_addresses, executor_loop)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(loop.run_timers())
+            tasks.create_task(directory.run())
+
+    return await server.serve(
+        settings,
+        services={
+            SERVICE: lambda grpc_server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(
+                servicer, grpc_server
+            )
+        },
+        health=health,
+        run=background,
+        drain=loop.drained,
+    )
+
+
+def main() -> None:
+    """The process."""
+    server.main("chairlift scheduler", lambda: run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

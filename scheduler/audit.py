@@ -1,0 +1,55 @@
+"""What must always hold between sequences, blocks and plans. Pure.
+
+Called after every operation in tests, and when an executor is idle in the server; a violation means a fault
+of ours, and the cure is to open the executor again and recompute.
+"""
+
+from scheduler.core import SchedulerCore
+from scheduler.executor_state import ExecutorState
+from scheduler.sequence import Sequence, State
+
+
+class AuditError(AssertionError):
+    """An invariant does not hold."""
+
+
+def check(core: SchedulerCore) -> None:
+    """Raises AuditError or BlockError for the first invariant that does not hold."""
+    for state in core.executors.values():
+        _check_executor(state)
+    waiting = set(core.waiting)
+    for seq in waiting:
+        _require(
+            seq.state is State.WAITING and not seq.block_table and not seq.seq_id,
+            "waits and holds something",
+            seq,
+        )
+    for seq in core.sequences.values():
+        _require((seq in waiting) == (seq.state is State.WAITING), "is lost between queue and batch", seq)
+        _require(
+            (seq.finish is not None) == (seq.state is State.FINISHED), "has an end and no state for it", seq
+        )
+        running = seq.state is State.RUNNING
+        _require(not running or seq.seq_id in core.executors[seq.executor_id].running, "runs nowhere", seq)
+
+
+def _check_executor(state: ExecutorState) -> None:
+    members = [*state.running.values(), *state.entering]
+    state.blocks.check([seq.block_table for seq in members])
+    if len(state.running) > state.max_num_seqs:
+        raise AuditError(f"{len(state.running)} sequences run, {state.max_num_seqs} may")
+    if state.session.num_unanswered > state.session.window:
+        raise AuditError(f"{state.session.num_unanswered} plans unanswered, {state.session.window} may be")
+    for seq_id, seq in state.running.items():
+        _require(seq.seq_id == seq_id and seq.state is State.RUNNING, "runs under a wrong name", seq)
+        _require(seq.num_slots == len(seq.block_table) * state.blocks.block_size, "miscounts its slots", seq)
+        _require(seq.num_computed_tokens <= seq.num_slots, "computes without a slot", seq)
+        _require(seq.num_computed_tokens <= seq.num_known_tokens < seq.max_len, "is ahead of itself", seq)
+        in_flight = sum(seq in plan.rows for plan in state.session.unanswered)
+        ahead = seq.num_known_tokens - min(len(seq.token_ids), seq.max_len - 1)
+        _require(0 <= ahead <= in_flight, f"knows {ahead} tokens that {in_flight} steps are to bring", seq)
+
+
+def _require(holds: bool, what: str, seq: Sequence) -> None:  # noqa: FBT001  (a condition is a condition)
+    if not holds:
+        raise AuditError(f"sequence {seq.seq_id} of {seq.request.request_id!r} {what}: {seq}")

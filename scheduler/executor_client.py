@@ -1,0 +1,107 @@
+"""Calls to one executor, and what its status codes mean. Knows the wire and the contract, decides nothing."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from protos.v1 import executor_pb2, executor_pb2_grpc
+from rpc.address import Address
+from rpc.channel import connect
+from scheduler import wire
+from scheduler.plan import BatchPlan, Capacity, StepResult
+
+_log = structlog.get_logger()
+OPEN_TIMEOUT_SECONDS = 5.0
+
+
+class ExecutorUnreachableError(Exception):
+    """No answer, or the stream broke: the same epoch may still be there."""
+
+
+class EpochLostError(Exception):
+    """The executor restarted, or disagrees with a plan: open again, recompute."""
+
+
+class HeldError(Exception):
+    """Another scheduler holds the executor: step down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A fresh epoch."""
+
+    epoch: int
+    term: int
+    capacity: Capacity
+
+
+class ExecutorClient:
+    """One channel to one executor."""
+
+    def __init__(self, address: Address, *, max_message_bytes: int) -> None:
+        self._channel = connect(address, max_message_bytes=max_message_bytes)
+        self._stub: executor_pb2_grpc.ExecutorAsyncStub = executor_pb2_grpc.ExecutorStub(self._channel)
+
+    async def close(self) -> None:
+        """Gives the connection back."""
+        await self._channel.close(None)
+
+    async def open(self, scheduler_id: str) -> Opened:
+        """Takes the executor over. Raises ExecutorUnreachableError or HeldError."""
+        request = executor_pb2.OpenRequest(
+            scheduler_id=scheduler_id, protocol_revision=wire.PROTOCOL_REVISION
+        )
+        try:
+            response = await self._stub.Open(request, timeout=OPEN_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise _meaning(error) from error
+        return Opened(response.epoch, response.term, wire.capacity_of(response))
+
+    def execute(self) -> "ExecuteStream":
+        """A new stream of plans; the newest one of an epoch wins."""
+        return ExecuteStream(self._stub.Execute(None))
+
+
+class ExecuteStream:
+    """Plans out, results in."""
+
+    def __init__(
+        self, call: "grpc.aio.StreamStreamCall[executor_pb2.BatchPlan, executor_pb2.StepResult]"
+    ) -> None:
+        self._call = call
+        self.num_plan_bytes = 0
+
+    async def send(self, plan: BatchPlan) -> None:
+        """Sends one plan. Raises what the end of the stream means."""
+        message = wire.plan_message(plan)
+        self.num_plan_bytes += message.ByteSize()
+        try:
+            await self._call.write(message)
+        except grpc.aio.AioRpcError as error:
+            raise _meaning(error) from error
+        except grpc.aio.UsageError as error:  # the call has ended; `results` says why
+            raise ExecutorUnreachableError(str(error)) from error
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Results in order; never ends but by raising what the end of the stream means."""
+        try:
+            async for message in self._call:
+                yield wire.result_of(message)
+        except grpc.aio.AioRpcError as error:
+            raise _meaning(error) from error
+        raise ExecutorUnreachableError("the executor closed the stream")
+
+    def cancel(self) -> None:
+        """Breaks the stream off."""
+        self._call.cancel()
+
+
+def _meaning(error: grpc.aio.AioRpcError) -> Exception:
+    text = f"{error.code().name}: {error.details()}"
+    if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+        return HeldError(text)
+    if error.code() in {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS}:
+        return EpochLostError(text)
+    return ExecutorUnreachableError(text)

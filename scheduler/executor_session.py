@@ -1,0 +1,71 @@
+"""Exactly once towards one executor: epoch, step numbers, the window, what to send again.
+
+A state machine without I/O, in the manner of h11. The core asks it whether a plan may leave and gives it
+every result first; the client in `executor_client` only moves messages.
+
+    open(epoch) ─► next_step() … sent(plan) ─► received(result) ─► …
+                        broken stream, same epoch: resend() says what to send again, byte for byte
+                        epoch lost: the object is thrown away with its executor's state
+
+Rules kept here (docs/protocol.md): at most `window` plans unanswered; results in order; a result twice is
+dropped; `acked_step_id` is the newest result applied; a result that does not fit breaks the session.
+"""
+
+from collections import deque
+
+from scheduler.plan import BatchPlan, StepResult
+
+
+class SessionBrokenError(RuntimeError):
+    """The executor's answer does not fit the plans: its epoch is given up and opened anew."""
+
+
+class ExecutorSession:
+    """One epoch of one executor."""
+
+    __slots__ = ("acked_step_id", "epoch", "last_step_id", "told_step_id", "unanswered", "window")
+
+    def __init__(self, epoch: int, window: int) -> None:
+        self.epoch = epoch
+        self.window = window
+        self.last_step_id = 0  # newest plan built
+        self.acked_step_id = 0  # newest result applied
+        self.told_step_id = 0  # newest ack that a plan has carried
+        self.unanswered: deque[BatchPlan] = deque()
+
+    @property
+    def num_unanswered(self) -> int:
+        """Plans without a result."""
+        return len(self.unanswered)
+
+    @property
+    def can_send(self) -> bool:
+        """Whether the window has room for one more plan."""
+        return len(self.unanswered) < self.window
+
+    def sent(self, plan: BatchPlan) -> None:
+        """Keeps a plan until its result is in."""
+        assert self.can_send
+        assert plan.step_id == self.last_step_id + 1
+        self.last_step_id = plan.step_id
+        self.told_step_id = plan.acked_step_id
+        self.unanswered.append(plan)
+
+    def received(self, result: StepResult) -> BatchPlan | None:
+        """The plan this result answers, or None when it was applied before.
+
+        Raises SessionBrokenError when it belongs to another epoch or comes out of order.
+        """
+        if result.epoch != self.epoch:
+            raise SessionBrokenError(f"result of epoch {result.epoch:#x}, this one is {self.epoch:#x}")
+        if result.step_id <= self.acked_step_id:
+            return None
+        if not self.unanswered or result.step_id != self.unanswered[0].step_id:
+            expected = self.unanswered[0].step_id if self.unanswered else "none"
+            raise SessionBrokenError(f"result of step {result.step_id}, expected {expected}")
+        self.acked_step_id = result.step_id
+        return self.unanswered.popleft()
+
+    def resend(self) -> list[BatchPlan]:
+        """What a new stream of the same epoch must carry first."""
+        return list(self.unanswered)

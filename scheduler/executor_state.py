@@ -1,0 +1,63 @@
+"""One attached executor as the core sees it: what it can take, what runs there, who owns its blocks.
+
+Pure data with two derived numbers; the core is its only writer.
+"""
+
+from scheduler.batching import Batching
+from scheduler.blocks import BlockManager
+from scheduler.executor_session import ExecutorSession
+from scheduler.plan import Capacity, Leaver
+from scheduler.policy import Limits
+from scheduler.sequence import Sequence
+from scheduler.step_time import StepTimeModel
+
+
+class ExecutorState:
+    """One attached executor: what it can take, what runs there, who owns its blocks."""
+
+    __slots__ = (
+        "batching",
+        "blocks",
+        "capacity",
+        "entering",
+        "executor_id",
+        "has_ghosts",
+        "is_draining",
+        "left",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "next_seq_id",
+        "released_seq_ids",
+        "running",
+        "session",
+        "step_time",
+        "watermark_blocks",
+    )
+
+    def __init__(
+        self, executor_id: str, epoch: int, capacity: Capacity, limits: Limits, batching: Batching
+    ) -> None:
+        num_blocks = min(capacity.num_blocks, limits.num_blocks or capacity.num_blocks)
+        self.executor_id = executor_id
+        self.capacity = capacity
+        self.batching = batching
+        self.session = ExecutorSession(epoch, min(limits.window, capacity.max_window))
+        self.blocks = BlockManager(num_blocks, capacity.block_size)
+        self.max_num_seqs = min(capacity.max_num_seqs, limits.max_num_seqs or capacity.max_num_seqs)
+        self.max_num_batched_tokens = min(
+            capacity.max_num_batched_tokens, limits.max_num_batched_tokens or capacity.max_num_batched_tokens
+        )
+        self.watermark_blocks = int(limits.watermark * num_blocks)
+        self.step_time = StepTimeModel()
+        self.running: dict[int, Sequence] = {}  # by seq_id, in order of admission
+        self.entering: list[Sequence] = []  # padding rows that enter with the next plan
+        self.released_seq_ids: list[int] = []  # to be told to the executor with the next plan
+        self.has_ghosts = False  # it still remembers a finished sequence
+        self.left: list[Leaver] = []  # since the last plan, for those who watch
+        self.next_seq_id = 1
+        self.is_draining = False
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest prompt plus output that can ever run here."""
+        return min(self.capacity.max_seq_len, self.blocks.num_blocks * self.blocks.block_size)

@@ -1,0 +1,59 @@
+"""Long prompts that arrive in parts, so that a cancel never waits behind them. Pure."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from scheduler.router_session import SessionError
+
+Submit = TypeVar("Submit")
+
+
+@dataclass(slots=True)
+class _Partial(Generic[Submit]):
+    first: Submit
+    key: bytes
+    count: int
+    num_parts: int = 1
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+
+
+class PartAssembler(Generic[Submit]):
+    """Collects the parts of each handle of one stream."""
+
+    def __init__(self) -> None:
+        self._partials: dict[int, _Partial[Submit]] = {}
+
+    def __len__(self) -> int:
+        return len(self._partials)
+
+    def add(
+        self, handle: int, index: int, count: int, submit: Submit, key: bytes, token_ids: array[int]
+    ) -> tuple[Submit, array[int]] | None:
+        """Once its last part is in: the first message and all prompt ids. Raises SessionError."""
+        if index == 0:
+            if handle in self._partials:
+                raise SessionError(
+                    f"handle {handle} begins a second time before its first prompt is complete"
+                )
+            self._partials[handle] = _Partial(submit, key, count)
+        partial = self._partials.get(handle)
+        if partial is None:
+            return None  # given up in the middle: the rest of it means nothing
+        if index and (index != partial.num_parts or count != partial.count):
+            raise SessionError(
+                f"handle {handle}: part {index} of {count} after {partial.num_parts} of {partial.count}"
+            )
+        partial.num_parts = index + 1
+        partial.token_ids += token_ids
+        if partial.num_parts < partial.count:
+            return None
+        del self._partials[handle]
+        return partial.first, partial.token_ids
+
+    def give_up(self, key: bytes) -> list[int]:
+        """Drops what was collected under `key`; returns its handles."""
+        handles = [handle for handle, partial in self._partials.items() if partial.key == key]
+        for handle in handles:
+            del self._partials[handle]
+        return handles

@@ -1,0 +1,110 @@
+"""What crosses between the scheduler's core and an executor, as local values.
+
+The messages of `protos/v1/executor.proto` without protobuf; `wire` translates. Pure data.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from scheduler.sequence import FinishReason, Sequence, StatusCode
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an executor can take, from its `Open` answer: the one source of ceilings."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_seq_len: int
+    max_window: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    row_invariant: bool = False
+    instance_id: str = ""
+    model_fingerprint: str = ""
+    tokenizer_fingerprint: str = ""
+    numerics_fingerprint: str = ""
+    dtype: str = ""
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest prompt plus output: the model's length or the whole cache, whichever is less."""
+        return min(self.max_seq_len, self.num_blocks * self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence the executor has not seen. vLLM: NewRequestData."""
+
+    seq_id: int
+    token_ids: Seq[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Leaver:
+    """A sequence that left the batch; `reason` is None when it was preempted and waits again."""
+
+    seq: Sequence
+    seq_id: int
+    reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One iteration. vLLM: SchedulerOutput. Columns: position i of `seq_ids`, `num_tokens`, … is one row."""
+
+    epoch: int
+    step_id: int
+    acked_step_id: int
+    released_seq_ids: list[int]
+    admitted: list[NewSequence]
+    seq_ids: list[int]
+    num_tokens: list[int]
+    grown_seq_ids: list[int]
+    num_new_blocks: list[int]
+    new_block_ids: list[int]
+    positions_sum: int
+    num_samples: list[int]  # not sent: tokens each row must sample
+    rows: list[Sequence]  # not sent: who the rows are, for the result
+    left: list[Leaver]  # not sent: who has left since the plan before, for those who watch
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSequence:
+    """The executor's word that a sequence ended."""
+
+    seq_id: int
+    reason: FinishReason
+    matched_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceError:
+    """A sequence that cannot be computed; the others go on."""
+
+    seq_id: int
+    message: str
+    status_code: StatusCode = StatusCode.INTERNAL
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one plan brought. vLLM: ModelRunnerOutput. Times in microseconds."""
+
+    epoch: int
+    step_id: int
+    seq_ids: list[int]
+    num_sampled: list[int]
+    token_ids: list[int]
+    logprobs: dict[int, list[object]] = field(default_factory=dict)  # seq_id → one opaque entry a token
+    finished: list[FinishedSequence] = field(default_factory=list)
+    errors: list[SequenceError] = field(default_factory=list)
+    draining: bool = False
+    total_us: int = 0
+    idle_us: int = 0

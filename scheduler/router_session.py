@@ -1,0 +1,196 @@
+"""Exactly once towards one router: who reads which sequence, and how far.
+
+The outbox is a cursor for each sequence into its token log, not a queue of messages: nothing in the step loop
+waits for a router, and a slow one gets fewer, larger messages. A state machine without I/O; the servicer only
+moves what `take` gives.
+
+    attach(handle, seq, n)      tokens from the n-th on are owed
+    touch(seq)                  it has news
+    take(now) ─► StepOutput     everything owed, once; None while nothing is, or too much is unacknowledged
+    acked(message_id) ─► done   sequences whose end the router has: their records may go
+    close() ─► orphans          the stream broke: sequences nobody reads now
+
+Must not know: protobuf, text, the queue.
+"""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler.sequence import Finish, Sequence
+
+MAX_UNACKED_MESSAGES = 8  # more in flight only grows the transport's buffers
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """One handle of one stream: who reads a sequence, and how many of its output tokens were sent."""
+
+    session: "RouterSession"
+    handle: int
+    seq: Sequence
+    cursor: int
+    is_dirty: bool = False
+    has_told_start: bool = False
+    finish_message_id: int = 0  # the message that carried its end; 0 before
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedOutput:
+    """The end of one handle. `seq` is None when the request was refused and never became one."""
+
+    handle: int
+    finish: Finish
+    num_cached_tokens: int = 0
+    num_wasted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Columns of new tokens: `handles[i]` got the next `num_tokens[i]` of `token_ids`."""
+
+    message_id: int
+    handles: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: list[tuple[int, list[object]]] = field(default_factory=list)
+    started: list[tuple[int, int]] = field(default_factory=list)  # handle, cached prompt tokens
+    finished: list[FinishedOutput] = field(default_factory=list)
+
+
+class SessionError(RuntimeError):
+    """The router broke the rules of the stream; the stream ends with this sentence."""
+
+
+class RouterSession:
+    """One stream of one router."""
+
+    __slots__ = ("_dirty", "_next_message_id", "_refusals", "_unacked", "attachments", "router_id")
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.attachments: dict[int, Attachment] = {}
+        self._dirty: list[Attachment] = []
+        self._refusals: list[FinishedOutput] = []
+        self._next_message_id = 1
+        self._unacked: deque[tuple[int, float, list[Attachment]]] = deque()  # id, sent at, ends in it
+
+    def attach(self, handle: int, seq: Sequence, num_received: int) -> "RouterSession | None":
+        """From now on `handle` reads `seq`, of which the router has `num_received` output tokens.
+
+        Returns the session that read it until now, if there was one: the newest reader wins.
+        """
+        self._check_new(handle)
+        before = seq.attachment
+        attachment = Attachment(self, handle, seq, num_received)
+        self.attachments[handle] = attachment
+        seq.attachment = attachment
+        self._mark(attachment)
+        if isinstance(before, Attachment):
+            before.session.attachments.pop(before.handle, None)
+            return before.session
+        return None
+
+    def refuse(self, handle: int, finish: Finish) -> None:
+        """The request behind `handle` is not taken in."""
+        self._check_new(handle)
+        self._refusals.append(FinishedOutput(handle, finish))
+
+    def _check_new(self, handle: int) -> None:
+        if handle in self.attachments:
+            raise SessionError(f"handle {handle} is in use on this stream")
+
+    def _mark(self, attachment: Attachment) -> None:
+        if not attachment.is_dirty:
+            attachment.is_dirty = True
+            self._dirty.append(attachment)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything is owed."""
+        return bool(self._dirty or self._refusals)
+
+    def take(self, now: float) -> StepOutput | None:
+        """Everything owed as one message; None when nothing is, or the router must acknowledge first."""
+        if not self.has_news or len(self._unacked) >= MAX_UNACKED_MESSAGES:
+            return None
+        output = StepOutput(self._next_message_id, finished=self._refusals)
+        ends: list[Attachment] = []
+        for attachment in self._dirty:
+            attachment.is_dirty = False
+            seq = attachment.seq
+            if seq.attachment is not attachment:
+                continue  # somebody else reads it now
+            self._take_tokens(attachment, output)
+            if seq.has_started and not attachment.has_told_start:
+                attachment.has_told_start = True
+                output.started.append((attachment.handle, seq.num_cached_tokens))
+            if seq.finish is not None and not attachment.finish_message_id:
+                attachment.finish_message_id = output.message_id
+                output.finished.append(
+                    FinishedOutput(
+                        attachment.handle, seq.finish, seq.num_cached_tokens, seq.num_wasted_tokens
+                    )
+                )
+                ends.append(attachment)
+        self._dirty = []
+        self._refusals = []
+        self._next_message_id += 1
+        self._unacked.append((output.message_id, now, ends))
+        return output
+
+    @staticmethod
+    def _take_tokens(attachment: Attachment, output: StepOutput) -> None:
+        seq = attachment.seq
+        start = seq.num_prompt_tokens + attachment.cursor
+        count = len(seq.token_ids) - start
+        if count <= 0:
+            return
+        output.handles.append(attachment.handle)
+        output.num_tokens.append(count)
+        if count == 1:
+            output.token_ids.append(seq.token_ids[start])
+        else:
+            output.token_ids.extend(seq.token_ids[start:])
+        if seq.logprobs is not None:
+            first = attachment.cursor - seq.num_resumed_tokens
+            output.logprobs.append((attachment.handle, seq.logprobs[first : first + count]))
+        attachment.cursor += count
+
+    def acked(self, message_id: int) -> list[Sequence]:
+        """The router has everything up to `message_id`; returns sequences whose end is thereby delivered."""
+        if message_id >= self._next_message_id:
+            raise SessionError(
+                f"message {message_id} was acknowledged, the newest is {self._next_message_id - 1}"
+            )
+        done: list[Sequence] = []
+        while self._unacked and self._unacked[0][0] <= message_id:
+            for attachment in self._unacked.popleft()[2]:
+                self.attachments.pop(attachment.handle, None)
+                if attachment.seq.attachment is attachment:
+                    attachment.seq.attachment = None
+                    done.append(attachment.seq)
+        return done
+
+    def oldest_unacked(self) -> float | None:
+        """When the oldest unacknowledged message was taken; None when all are acknowledged."""
+        return self._unacked[0][1] if self._unacked else None
+
+    def close(self) -> list[Sequence]:
+        """The stream is gone. Returns the sequences that nobody reads now."""
+        orphans = [item.seq for item in self.attachments.values() if item.seq.attachment is item]
+        for seq in orphans:
+            seq.attachment = None
+        self.attachments.clear()
+        self._dirty.clear()
+        self._unacked.clear()
+        return orphans
+
+
+def touch(seq: Sequence) -> RouterSession | None:
+    """`seq` has news: marks it for its reader, whose session is returned (None when nobody reads)."""
+    attachment = seq.attachment
+    if not isinstance(attachment, Attachment):
+        return None
+    attachment.session._mark(attachment)  # noqa: SLF001  (one module, one machine)
+    return attachment.session

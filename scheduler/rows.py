@@ -1,0 +1,48 @@
+"""The columns of the plan that is being made. Pure; lives for one call of `schedule`."""
+
+from scheduler.plan import NewSequence
+from scheduler.sequence import Sequence
+
+
+class Rows:
+    """Columns that grow row by row; `budget` is the number of tokens that may still be given out."""
+
+    __slots__ = (
+        "admitted",
+        "budget",
+        "grown_seq_ids",
+        "new_block_ids",
+        "num_new_blocks",
+        "num_samples",
+        "num_tokens",
+        "positions_sum",
+        "rows",
+        "seq_ids",
+    )
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: list[Sequence] = []
+        self.seq_ids: list[int] = []
+        self.num_tokens: list[int] = []
+        self.num_samples: list[int] = []
+        self.positions_sum = 0
+        self.admitted: list[NewSequence] = []
+        self.grown_seq_ids: list[int] = []
+        self.num_new_blocks: list[int] = []
+        self.new_block_ids: list[int] = []
+
+    def chunk(self, seq: Sequence, limit: int) -> None:
+        """Gives `seq` as many of its uncomputed tokens as `limit` allows."""
+        position = seq.num_computed_tokens
+        count = min(seq.num_known_tokens - position, limit)
+        reached = position + count == seq.num_known_tokens
+        self.rows.append(seq)
+        self.seq_ids.append(seq.seq_id)
+        self.num_tokens.append(count)
+        self.num_samples.append(1 if reached else 0)
+        self.positions_sum += position
+        self.budget -= count
+        seq.num_computed_tokens = position + count
+        if reached and seq.num_known_tokens < seq.max_len - 1:
+            seq.num_known_tokens += 1  # the token this step will sample

@@ -1,0 +1,201 @@
+"""One sequence: what is asked, how far it is, what it holds, how it ended.
+
+Prefill and decode are not states. A sequence has tokens that are known and tokens that are computed; the
+work left is the difference, and the scheduler gives out tokens until computed catches up with known.
+
+Pure: knows nothing of executors, routers or wires, and has no clock.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended; the values are those of the contract."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+class StatusCode(IntEnum):
+    """The gRPC status codes the scheduler speaks of; it knows numbers, not gRPC."""
+
+    OK = 0
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    ALREADY_EXISTS = 6
+    RESOURCE_EXHAUSTED = 8
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+class State(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Event(Enum):
+    """What moves a sequence from one state to the next."""
+
+    ADMIT = "admit"
+    PREEMPT = "preempt"  # also: its executor was lost
+    FINISH = "finish"  # the executor's word, STOP or LENGTH
+    ABORT = "abort"  # cancel, orphaned too long, stop string matched by the router
+    EXPIRE = "expire"  # the deadline has passed
+    FAIL = "fail"  # its row cannot be computed
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.WAITING, Event.ADMIT): State.RUNNING,
+    (State.WAITING, Event.FINISH): State.FINISHED,  # resubmitted with ids that already end it
+    (State.WAITING, Event.ABORT): State.FINISHED,
+    (State.WAITING, Event.EXPIRE): State.FINISHED,
+    (State.WAITING, Event.FAIL): State.FINISHED,
+    (State.RUNNING, Event.PREEMPT): State.WAITING,
+    (State.RUNNING, Event.FINISH): State.FINISHED,
+    (State.RUNNING, Event.ABORT): State.FINISHED,
+    (State.RUNNING, Event.EXPIRE): State.FINISHED,
+    (State.RUNNING, Event.FAIL): State.FINISHED,
+}
+
+
+class IllegalTransitionError(RuntimeError):
+    """A sequence was asked to do what its state does not allow: a fault of ours, never of a client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for, fixed for life.
+
+    Of the sampling parameters the scheduler reads the four it needs; the rest travels on in `sampling`
+    unread, so that a new option needs no new scheduler.
+    """
+
+    key: bytes  # 16 bytes, durable across streams and schedulers
+    request_id: str
+    prompt_token_ids: array[int]
+    sampling: bytes  # encoded, handed on to the executor as it came
+    max_tokens: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    sample_index: int = 0
+    group: int = 0
+    priority: int = 0  # lower is served first
+    tenant: str = ""
+    cache_salt: str = ""
+    body_digest: bytes = b""
+    deadline: float | None = None  # seconds on the scheduler's clock
+    arrival: float = 0.0  # seconds on the scheduler's clock, time waited at earlier schedulers taken off
+    accepted_before: bool = False
+    want_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a sequence ended."""
+
+    reason: FinishReason
+    matched_token_id: int | None = None
+    message: str = ""  # with ERROR and DEADLINE: a sentence for the client
+    status_code: StatusCode = StatusCode.OK
+    retry_after_seconds: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way.
+
+    `token_ids` holds prompt and output. `num_known_tokens` counts the tokens a step may compute; it runs
+    ahead of `token_ids` by one for each step in flight that samples, and never reaches `max_len`, since the
+    last token of all is sampled but never fed.
+    """
+
+    request: Request
+    token_ids: array[int]
+    num_prompt_tokens: int
+    max_len: int  # prompt + max_tokens
+    order: int  # submission counter: breaks ties
+    state: State = State.WAITING
+    num_known_tokens: int = 0
+    num_computed_tokens: int = 0  # steps in flight included
+    seq_id: int = 0  # names this admission; 0 while waiting
+    executor_id: str = ""
+    block_table: list[int] = field(default_factory=list)
+    num_slots: int = 0  # tokens the block table has room for
+    has_started: bool = False  # was admitted at least once
+    num_tokens_at_admission: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
+    num_wasted_tokens: int = 0  # computed, never delivered
+    is_padding: bool = False  # holds a finished member's seat in a padded request-level batch
+    logprobs: list[object] | None = None  # opaque, one for each output token computed here
+    num_resumed_tokens: int = 0  # output tokens it was submitted with: they have no logprobs here
+    finish: Finish | None = None
+    attachment: object | None = None  # the router session's own record of who reads it
+    orphaned_until: float | None = None
+    forget_at: float | None = None
+
+    @classmethod
+    def of(cls, request: Request, output_token_ids: array[int], order: int) -> "Sequence":
+        """A waiting sequence that goes on after `output_token_ids`."""
+        token_ids = request.prompt_token_ids + output_token_ids
+        num_prompt_tokens = len(request.prompt_token_ids)
+        seq = cls(request, token_ids, num_prompt_tokens, num_prompt_tokens + request.max_tokens, order)
+        seq.num_resumed_tokens = len(output_token_ids)
+        seq.logprobs = [] if request.want_logprobs else None
+        seq.forget_computed()
+        return seq
+
+    def move(self, event: Event) -> None:
+        """Takes the one step the table allows; a missing pair raises."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransitionError(
+                f"sequence {self.seq_id} is {self.state.value}, cannot {event.value}"
+            )
+        self.state = target
+
+    def forget_computed(self) -> None:
+        """Starts over from the known ids: nothing is computed, nothing is in flight."""
+        self.num_computed_tokens = 0
+        self.num_known_tokens = min(len(self.token_ids), self.max_len - 1)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output token ids known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether it has won a token since it was last admitted."""
+        return len(self.token_ids) > self.num_tokens_at_admission
+
+    def output_token_ids(self, start: int = 0) -> array[int]:
+        """Output ids from the `start`-th on."""
+        return self.token_ids[self.num_prompt_tokens + start :]
+
+
+def end_of_output(
+    request: Request, output_token_ids: array[int], eos_token_ids: frozenset[int]
+) -> Finish | None:
+    """How these output ids already end the request, or None when it goes on.
+
+    The executor decides ends while it generates; this is for a request that comes back with its ids.
+    """
+    if not output_token_ids:
+        return None
+    last = output_token_ids[-1]
+    ends = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
+    if last in ends and len(output_token_ids) > request.min_tokens:
+        return Finish(FinishReason.STOP, matched_token_id=last)
+    if len(output_token_ids) >= request.max_tokens:
+        return Finish(FinishReason.LENGTH)
+    return None

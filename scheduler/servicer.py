@@ -1,0 +1,209 @@
+"""The Scheduler service: moves messages between streams and session objects, decides nothing."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from protos.v1 import router_pb2, scheduler_pb2, scheduler_pb2_grpc
+from rpc.errors import RequestError, abort
+from scheduler import wire
+from scheduler.core import RefusedError
+from scheduler.loop import SchedulerLoop, Watcher
+from scheduler.parts import PartAssembler
+from scheduler.router_session import RouterSession, SessionError
+from scheduler.sequence import Finish, FinishReason, StatusCode
+
+_log = structlog.get_logger()
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
+    """Serves routers."""
+
+    def __init__(self, loop: SchedulerLoop, *, scheduler_id: str, router_stall_seconds: float) -> None:
+        self._loop = loop
+        self._scheduler_id = scheduler_id
+        self._router_stall_seconds = router_stall_seconds
+
+    async def Connect(  # type: ignore[override]  # it writes through the context; the stubs know generators only
+        self, request_iterator: AsyncIterator[scheduler_pb2.RouterMessage], context: Context
+    ) -> None:
+        """One router's stream, until either side ends it."""
+        hello = await anext(aiter(request_iterator), None)
+        if hello is None or hello.WhichOneof("message") != "hello":
+            await abort(
+                context, RequestError(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
+            )
+        stream = _RouterStream(self._loop, RouterSession(hello.hello.router_id), self._scheduler_id)
+        log = _log.bind(router_id=stream.session.router_id)
+        log.info("router_connected")
+        reader = asyncio.ensure_future(stream.read(request_iterator))
+        try:
+            await stream.write(context, reader, self._router_stall_seconds)
+        except (SessionError, wire.SubmitError) as error:
+            log.warning("router_broke_the_rules", error=str(error))
+            await abort(context, RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
+        except TimeoutError:
+            log.warning("router_stalled", seconds=self._router_stall_seconds)
+            message = f"nothing was taken for {self._router_stall_seconds:g} seconds"
+            await abort(context, RequestError(grpc.StatusCode.ABORTED, message))
+        finally:
+            reader.cancel()
+            stream.close()
+            log.info("router_disconnected")
+
+    async def Watch(
+        self, request: router_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[router_pb2.StepSummary]:
+        """Step summaries from now on."""
+        watcher = Watcher(request.executor_id)
+        self._loop.watchers.add(watcher)
+        try:
+            while True:
+                yield await watcher.queue.get()
+        finally:
+            self._loop.watchers.discard(watcher)
+
+    async def GetLoad(
+        self, request: scheduler_pb2.GetLoadRequest, context: Context
+    ) -> scheduler_pb2.GetLoadResponse:
+        """How busy this scheduler is."""
+        return wire.load_message(self._loop.core)
+
+    async def Explain(
+        self, request: router_pb2.ExplainRequest, context: Context
+    ) -> router_pb2.ExplainResponse:
+        """Not served at protocol revision 1."""
+        await abort(
+            context,
+            RequestError(
+                grpc.StatusCode.UNIMPLEMENTED, "Explain is not served by this scheduler (protocol revision 1)"
+            ),
+        )
+
+
+class _RouterStream:
+    """One Connect call: its session, and when to look at it again."""
+
+    def __init__(self, loop: SchedulerLoop, session: RouterSession, scheduler_id: str) -> None:
+        self.session = session
+        self._loop = loop
+        self._scheduler_id = scheduler_id
+        self._wake = asyncio.Event()
+        self._parts: PartAssembler[scheduler_pb2.Submit] = PartAssembler()
+        self._told: tuple[bool, str] | None = None
+        self._is_welcomed = False
+        loop.join(session, self._wake)
+
+    def close(self) -> None:
+        """The stream is over."""
+        self._loop.leave(self.session)
+
+    # --- in ------------------------------------------------------------------------------------------------
+
+    async def read(self, messages: AsyncIterator[scheduler_pb2.RouterMessage]) -> None:
+        """Takes messages in until the router closes its side."""
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "submit":
+                    self._submit(message.submit)
+                case "cancel":
+                    self._cancel(message.cancel)
+                case "ack":
+                    for seq in self.session.acked(message.ack.message_id):
+                        self._loop.core.forget(seq)
+                    self._wake.set()
+                case "hello":
+                    raise SessionError("Hello came a second time")
+                case None:
+                    pass  # of a newer revision
+
+    def _submit(self, message: scheduler_pb2.Submit) -> None:
+        token_ids = array("I", message.prompt_token_ids)
+        if message.HasField("part"):
+            part = message.part
+            whole = self._parts.add(message.handle, part.index, part.count, message, message.key, token_ids)
+            if whole is None:
+                return
+            message, token_ids = whole
+        now = self._loop.now()
+        request = wire.request_of(message, token_ids, now)
+        log = _log.bind(request_id=request.request_id, index=request.sample_index)
+        try:
+            seq = self._loop.core.submit(request, array("I", message.output_token_ids), now=now)
+        except RefusedError as error:
+            log.info("sequence_refused", error=error.message)
+            self._refuse(message.handle, error)
+            return
+        self.session.attach(message.handle, seq, len(message.output_token_ids))
+        log.info("sequence_submitted", num_prompt_tokens=seq.num_prompt_tokens, max_tokens=request.max_tokens)
+        self._wake.set()
+        self._loop.queue_changed()
+
+    def _refuse(self, handle: int, error: RefusedError) -> None:
+        finish = Finish(
+            FinishReason.ERROR,
+            message=error.message,
+            status_code=error.status_code,
+            retry_after_seconds=error.retry_after_seconds,
+        )
+        self.session.refuse(handle, finish)
+        self._wake.set()
+
+    def _cancel(self, message: scheduler_pb2.Cancel) -> None:
+        for handle in self._parts.give_up(message.key):
+            self.session.refuse(handle, Finish(FinishReason.ABORT, status_code=StatusCode.OK))
+        seq = self._loop.core.cancel(message.key, wire.cancel_reason(message.reason), self._loop.now())
+        if seq is None:
+            return
+        _log.info(
+            "sequence_cancelled",
+            request_id=seq.request.request_id,
+            index=seq.request.sample_index,
+            step_id=self._loop.last_step_id,
+        )
+        self._loop.deliver([seq])
+        self._loop.queue_changed()
+
+    # --- out -----------------------------------------------------------------------------------------------
+
+    async def write(self, context: Context, reader: "asyncio.Future[None]", stall_seconds: float) -> None:
+        """Sends what is owed until the router closes its side. Raises TimeoutError when it takes nothing."""
+        reader.add_done_callback(lambda _: self._wake.set())
+        while True:
+            self._wake.clear()
+            for message in self._status_messages():
+                await self._send(context, message, stall_seconds)
+            while (output := self.session.take(self._loop.now())) is not None:
+                await self._send(context, wire.output_message(output, self._loop.last_step_id), stall_seconds)
+            if reader.done():
+                reader.result()
+                return
+            async with asyncio.timeout(self._seconds_to_stall(stall_seconds)):
+                await self._wake.wait()
+
+    def _seconds_to_stall(self, stall_seconds: float) -> float | None:
+        oldest = self.session.oldest_unacked()
+        return None if oldest is None else max(0.0, oldest + stall_seconds - self._loop.now())
+
+    @staticmethod
+    async def _send(context: Context, message: scheduler_pb2.SchedulerMessage, stall_seconds: float) -> None:
+        async with asyncio.timeout(stall_seconds):
+            await context.write(message)
+
+    def _status_messages(self) -> list[scheduler_pb2.SchedulerMessage]:
+        loop = self._loop
+        messages = []
+        if not self._is_welcomed and loop.is_serving and loop.capacity is not None:
+            self._is_welcomed = True
+            limit = loop.core.max_total_tokens
+            messages.append(wire.welcome_message(self._scheduler_id, loop.term, limit, loop.capacity))
+        told = (loop.is_serving, loop.reason)
+        if told != self._told:
+            self._told = told
+            messages.append(wire.serving_message(*told))
+        return messages

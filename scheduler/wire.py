@@ -1,0 +1,278 @@
+"""Protobuf messages to the scheduler's own values and back: the one place where the two meet."""
+
+from array import array
+from collections.abc import Iterable
+
+from protos.v1 import common_pb2, executor_pb2, router_pb2, scheduler_pb2
+from scheduler.core import SchedulerCore
+from scheduler.plan import (
+    BatchPlan,
+    Capacity,
+    FinishedSequence,
+    NewSequence,
+    SequenceError,
+    StepResult,
+)
+from scheduler.router_session import FinishedOutput, StepOutput
+from scheduler.sequence import FinishReason, Request, StatusCode
+
+PROTOCOL_REVISION = 1
+KEY_BYTES = 16
+
+
+class SubmitError(ValueError):
+    """A Submit that makes no sense: a fault of the router's, told in one sentence."""
+
+
+def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
+    """What an executor says of itself."""
+    return Capacity(
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        max_seq_len=message.max_seq_len,
+        max_window=message.max_window,
+        vocab_size=message.vocab_size,
+        eos_token_ids=frozenset(message.eos_token_ids),
+        row_invariant=message.row_invariant,
+        instance_id=message.instance_id,
+        model_fingerprint=message.fingerprints.model,
+        tokenizer_fingerprint=message.fingerprints.tokenizer,
+        numerics_fingerprint=message.fingerprints.numerics,
+        dtype=message.dtype,
+    )
+
+
+def request_of(message: scheduler_pb2.Submit, prompt_token_ids: array[int], now: float) -> Request:
+    """The request in a Submit, its times on the scheduler's clock. Raises SubmitError."""
+    sampling = message.sampling
+    if len(message.key) != KEY_BYTES:
+        raise SubmitError(f"key has {len(message.key)} bytes, it must have {KEY_BYTES}")
+    if not sampling.HasField("max_tokens") or not 1 <= sampling.max_tokens <= 2**31 - 1:
+        raise SubmitError(f"sampling.max_tokens is {sampling.max_tokens}, it must be from 1 to {2**31 - 1}")
+    return Request(
+        key=message.key,
+        request_id=message.request_id,
+        prompt_token_ids=prompt_token_ids,
+        sampling=sampling.SerializeToString(),
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        sample_index=message.sample_index,
+        group=message.group,
+        priority=message.priority,
+        tenant=message.tenant,
+        cache_salt=message.cache_salt,
+        body_digest=message.body_digest,
+        deadline=now + message.remaining_ms / 1000 if message.HasField("remaining_ms") else None,
+        arrival=now - message.waited_ms / 1000,
+        accepted_before=message.accepted_before,
+        want_logprobs=sampling.HasField("logprobs"),
+    )
+
+
+def padding_sampling() -> bytes:
+    """Sampling parameters under which a padding row goes on until it is released."""
+    return common_pb2.SamplingParams(temperature=0, ignore_eos=True, max_tokens=2**31 - 1).SerializeToString()
+
+
+def plan_message(plan: BatchPlan) -> executor_pb2.BatchPlan:
+    """The plan as it is sent; the same plan gives the same bytes."""
+    return executor_pb2.BatchPlan(
+        epoch=plan.epoch,
+        step_id=plan.step_id,
+        acked_step_id=plan.acked_step_id,
+        released_seq_ids=plan.released_seq_ids,
+        admitted=[_new_sequence_message(item) for item in plan.admitted],
+        seq_ids=plan.seq_ids,
+        num_tokens=plan.num_tokens,
+        grown_seq_ids=plan.grown_seq_ids,
+        num_new_blocks=plan.num_new_blocks,
+        new_block_ids=plan.new_block_ids,
+        positions_sum=plan.positions_sum,
+    )
+
+
+def _new_sequence_message(item: NewSequence) -> executor_pb2.NewSequence:
+    message = executor_pb2.NewSequence(
+        seq_id=item.seq_id,
+        token_ids=item.token_ids,
+        num_prompt_tokens=item.num_prompt_tokens,
+        num_computed_tokens=item.num_computed_tokens,
+        block_ids=item.block_ids,
+    )
+    message.sampling.MergeFromString(item.sampling)
+    return message
+
+
+def result_of(message: executor_pb2.StepResult) -> StepResult:
+    """An executor's answer."""
+    return StepResult(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        seq_ids=list(message.seq_ids),
+        num_sampled=list(message.num_sampled),
+        token_ids=list(message.token_ids),
+        logprobs={item.seq_id: list(item.tokens) for item in message.logprobs},
+        finished=[
+            FinishedSequence(
+                item.seq_id,
+                FinishReason.STOP if item.reason == common_pb2.FINISH_REASON_STOP else FinishReason.LENGTH,
+                item.matched_token_id if item.HasField("matched_token_id") else None,
+            )
+            for item in message.finished
+        ],
+        errors=[
+            SequenceError(item.seq_id, item.message, _status_code(item.status_code))
+            for item in message.errors
+        ],
+        draining=message.draining,
+        total_us=message.timings.total_us,
+        idle_us=message.timings.idle_us,
+    )
+
+
+def _status_code(number: int) -> StatusCode:
+    return StatusCode(number) if number in set(StatusCode) - {StatusCode.OK} else StatusCode.INTERNAL
+
+
+def welcome_message(
+    scheduler_id: str, term: int, max_total_tokens: int, capacity: Capacity
+) -> scheduler_pb2.SchedulerMessage:
+    """What a router must know of the model."""
+    welcome = scheduler_pb2.Welcome(
+        scheduler_id=scheduler_id,
+        term=term,
+        protocol_revision=PROTOCOL_REVISION,
+        max_total_tokens=max_total_tokens,
+        vocab_size=capacity.vocab_size,
+        eos_token_ids=sorted(capacity.eos_token_ids),
+        fingerprints=common_pb2.Fingerprints(
+            model=capacity.model_fingerprint,
+            tokenizer=capacity.tokenizer_fingerprint,
+            numerics=capacity.numerics_fingerprint,
+        ),
+        dtype=capacity.dtype,
+    )
+    return scheduler_pb2.SchedulerMessage(welcome=welcome)
+
+
+def serving_message(serving: bool, reason: str) -> scheduler_pb2.SchedulerMessage:  # noqa: FBT001  (the message's own two fields)
+    """Whether requests are being served."""
+    return scheduler_pb2.SchedulerMessage(
+        serving_status=scheduler_pb2.ServingStatus(serving=serving, reason=reason)
+    )
+
+
+def output_message(output: StepOutput, step_id: int) -> scheduler_pb2.SchedulerMessage:
+    """Tokens and ends for one router."""
+    message = scheduler_pb2.SchedulerMessage()
+    message.step_output.CopyFrom(
+        scheduler_pb2.StepOutput(
+            message_id=output.message_id,
+            handles=output.handles,
+            num_tokens=output.num_tokens,
+            token_ids=output.token_ids,
+            logprobs=[
+                scheduler_pb2.SequenceLogprobs(handle=handle, tokens=_token_logprobs(entries))
+                for handle, entries in output.logprobs
+            ],
+            finished=[_finished_message(item) for item in output.finished],
+            started=[
+                scheduler_pb2.SequenceStarted(handle=handle, num_cached_tokens=count)
+                for handle, count in output.started
+            ],
+            step_id=step_id,
+        )
+    )
+    return message
+
+
+def _token_logprobs(entries: Iterable[object]) -> list[common_pb2.TokenLogprobs]:
+    """The core carries these without looking; they came in as what they go out as."""
+    return [entry for entry in entries if isinstance(entry, common_pb2.TokenLogprobs)]
+
+
+def _finished_message(item: FinishedOutput) -> scheduler_pb2.SequenceFinished:
+    finish = item.finish
+    return scheduler_pb2.SequenceFinished(
+        handle=item.handle,
+        reason=finish_reason(finish.reason),
+        matched_token_id=finish.matched_token_id,
+        num_cached_tokens=item.num_cached_tokens,
+        num_wasted_tokens=item.num_wasted_tokens,
+        message=finish.message,
+        status_code=finish.status_code,
+        retry_after_ms=round((finish.retry_after_seconds or 0) * 1000),
+    )
+
+
+def finish_reason(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    """The contract's word for why a sequence ended; None is UNSPECIFIED."""
+    return common_pb2.FinishReason.ValueType(0 if reason is None else int(reason))
+
+
+def cancel_reason(reason: common_pb2.FinishReason.ValueType) -> FinishReason:
+    """Why a router gives a sequence up; anything it may not say counts as ABORT."""
+    if reason == common_pb2.FINISH_REASON_STOP:
+        return FinishReason.STOP
+    return FinishReason.DEADLINE if reason == common_pb2.FINISH_REASON_DEADLINE else FinishReason.ABORT
+
+
+def step_summary(
+    core: SchedulerCore, executor_id: str, plan: BatchPlan, now: float
+) -> router_pb2.StepSummary:
+    """What one iteration does, for those who watch."""
+    state = core.executors[executor_id]
+    entered = {item.seq_id for item in plan.admitted}
+    return router_pb2.StepSummary(
+        executor_id=executor_id,
+        step_id=plan.step_id,
+        time_seconds=now,
+        members=[
+            router_pb2.StepMember(
+                request_id=seq.request.request_id,
+                index=seq.request.sample_index,
+                seq_id=seq_id,
+                num_tokens=count,
+                entered=seq_id in entered,
+                prefill=num_samples == 0,
+                padding=seq.is_padding,
+            )
+            for seq, seq_id, count, num_samples in zip(
+                plan.rows, plan.seq_ids, plan.num_tokens, plan.num_samples, strict=True
+            )
+        ],
+        left=[
+            router_pb2.StepLeaver(
+                request_id=leaver.seq.request.request_id,
+                index=leaver.seq.request.sample_index,
+                seq_id=leaver.seq_id,
+                reason=finish_reason(leaver.reason),
+            )
+            for leaver in plan.left
+            if not leaver.seq.is_padding
+        ],
+        num_waiting=len(core.waiting),
+        num_running=len(state.running),
+        num_free_blocks=state.blocks.num_free,
+        num_blocks=state.blocks.num_blocks,
+        max_num_seqs=state.max_num_seqs,
+    )
+
+
+def load_message(core: SchedulerCore) -> scheduler_pb2.GetLoadResponse:
+    """How busy this scheduler is."""
+    states = core.executors.values()
+    return scheduler_pb2.GetLoadResponse(
+        num_running=core.num_running,
+        num_waiting=len(core.waiting),
+        num_waiting_tokens=sum(len(seq.token_ids) for seq in core.waiting),
+        num_free_blocks=sum(state.blocks.num_free for state in states),
+        num_blocks=sum(state.blocks.num_blocks for state in states),
+        num_executors=len(core.executors),
+        num_preemptions=core.counters.preemptions,
+        num_steps=core.counters.steps,
+    )
