@@ -5,6 +5,7 @@ Each field of a service's settings is a flag (`--max-num-seqs`) and an environme
 misspelt limit that is silently ignored is found out in production.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping
@@ -71,12 +72,23 @@ def load(settings_class: type[S], argv: list[str], *, prog: str) -> S:
     """
     _refuse_unknown_variables(settings_class, os.environ)
     try:
-        source = CliSettingsSource[Any](settings_class, cli_prog_name=prog, cli_exit_on_error=False)
+        source = CliSettingsSource[Any](
+            settings_class, cli_prog_name=prog, cli_exit_on_error=False, formatter_class=_HelpFormatter
+        )
         return CliApp.run(settings_class, cli_args=argv, cli_settings_source=source, cli_exit_on_error=False)
     except SettingsError as error:
         raise StartError(f"{str(error).removeprefix('error parsing CLI: ')} (see {prog} --help)") from error
     except ValidationError as error:
         raise StartError("; ".join(_sentence(details, argv) for details in error.errors())) from error
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help that is silent on defaults that are none."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if action.help:
+            action.help = action.help.removesuffix(" (default: None)")
+        super().add_argument(action)
 
 
 def _refuse_unknown_variables(settings_class: type[BaseSettings], environ: Mapping[str, str]) -> None:

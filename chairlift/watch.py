@@ -1,0 +1,50 @@
+"""`chairlift watch`: follows the batch of a running router, one line for each change of its membership."""
+
+import argparse
+import asyncio
+import signal
+import sys
+
+from chairlift.client import DEFAULT_ADDRESS, CallError, router_at
+from chairlift.seats import Member, Seats, Step
+from protos.v1 import router_pb2
+from rpc.address import Address, AddressError
+
+
+def step_of(summary: router_pb2.StepSummary) -> Step:
+    """The wire's message as the local type. A request's first choice goes by the request's own name."""
+    members = tuple(
+        Member(
+            member.seq_id,
+            f"{member.request_id}/{member.index}" if member.index else member.request_id,
+            member.padding,
+        )
+        for member in summary.members
+    )
+    left = frozenset(leaver.seq_id for leaver in summary.left)
+    return Step(summary.step_id, members, left, summary.num_dropped)
+
+
+def main(argv: list[str]) -> int:
+    """Follows until Ctrl-C or until the router is gone; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="chairlift watch", description=__doc__.partition(": ")[2])
+    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="the router (default: %(default)s)")
+    options = parser.parse_args(argv)
+    try:
+        return asyncio.run(_follow(Address.parse(options.address, field="--address")))
+    except (AddressError, CallError) as error:
+        print(f"chairlift watch: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+async def _follow(address: Address) -> int:
+    seats: dict[str, Seats] = {}
+    async with router_at(address) as router:
+        async for summary in router.Watch(router_pb2.WatchRequest()):
+            of_executor = seats.setdefault(summary.executor_id, Seats(0))
+            row = of_executor.take(step_of(summary))
+            if row is not None:
+                print(f"{summary.executor_id}  {row}", flush=True)
+    return 0
