@@ -1,0 +1,88 @@
+"""Starts a router: `python -m router --model PATH --scheduler ADDRESS`."""
+
+import sys
+import uuid
+from functools import partial
+
+from protos.v1 import router_pb2, router_pb2_grpc
+from router import model_files
+from router.config import RouterSettings
+from router.model_files import GenerationDefaults
+from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.scheduler_session import TokenizerIdentity
+from router.servicer import RouterServicer, ServedModel
+from router.tokenizer import Tokenizer
+from router.validation import Defaults
+from rpc import log
+from rpc.address import parse_list
+from rpc.errors import StartError
+from rpc.health import Health
+from rpc.server import main, serve
+from rpc.settings import load
+
+SERVICE_NAME: str = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
+
+
+async def run_router() -> int:
+    """Serves until told to stop; returns the exit code. Raises StartError when it cannot start."""
+    settings = load(RouterSettings, sys.argv[1:], prog="router")
+    log.configure("router", fmt=settings.log_format, level=settings.log_level)
+    try:
+        files = model_files.read(settings.model)
+        tokenizer = Tokenizer(files)
+    except model_files.ModelFilesError as error:
+        raise StartError(str(error)) from error
+    health = Health([SERVICE_NAME])
+    router_id = f"router-{uuid.uuid4().hex[:12]}"
+
+    def tell_health() -> None:
+        health.serving(schedulers.refusal is None, schedulers.refusal or "")
+
+    schedulers = SchedulerPool(
+        [
+            SchedulerClient(
+                address,
+                router_id=router_id,
+                tokenizer=TokenizerIdentity(tokenizer.fingerprint, tokenizer.vocab_size),
+                recovery_timeout_seconds=settings.recovery_timeout,
+                max_message_bytes=settings.max_message_bytes,
+                on_serving_changed=tell_health,
+            )
+            for address in parse_list(settings.scheduler, field="--scheduler")
+        ]
+    )
+    servicer = RouterServicer(
+        model=ServedModel(
+            name=settings.model_name or files.name,
+            tokenizer=tokenizer,
+            defaults=_defaults(files.generation_defaults, settings.default_max_tokens),
+        ),
+        schedulers=schedulers,
+        max_message_bytes=settings.max_message_bytes,
+    )
+    try:
+        return await serve(
+            settings,
+            services={SERVICE_NAME: partial(router_pb2_grpc.add_RouterServicer_to_server, servicer)},
+            health=health,
+            run=schedulers.run,
+            drain=servicer.drain,
+        )
+    finally:
+        servicer.close()
+
+
+def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:
+    """The model's own defaults where it has any; the flag wins over the model's length of answer."""
+    plain = Defaults()
+    return Defaults(
+        temperature=plain.temperature if model.temperature is None else model.temperature,
+        top_p=plain.top_p if model.top_p is None else model.top_p,
+        top_k=plain.top_k if model.top_k is None else model.top_k,
+        min_p=plain.min_p if model.min_p is None else model.min_p,
+        max_tokens=model.max_tokens if max_tokens is None else max_tokens,
+    )
+
+
+if __name__ == "__main__":
+    main("router", run_router)

@@ -1,0 +1,38 @@
+"""What a router can be told. Read once; each field is a flag and an environment variable."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from rpc.settings import ServiceSettings
+
+
+class RouterSettings(ServiceSettings):
+    """Settings of one router process."""
+
+    listen: str = Field(
+        default="127.0.0.1:50051",
+        description="Where to listen: HOST:PORT or unix:PATH. Port 0 takes a free one.",
+    )
+    model: Path = Field(
+        description="Folder or GGUF file to take the tokenizer, the chat template and the defaults from."
+    )
+    model_name: str = Field(
+        default="", max_length=256, description="The name that clients use; empty: the model's own name."
+    )
+    scheduler: str = Field(
+        description="Scheduler to send requests to; several, separated by commas, share the requests."
+    )
+    default_max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens generated for a request that does not say; absent: the model's generation "
+        "config, else what fits.",
+    )
+    recovery_timeout: float = Field(
+        default=60.0,
+        ge=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="Seconds that running requests wait for a lost scheduler; 0 ends them at once.",
+    )

@@ -1,0 +1,287 @@
+"""The log of one live request: what rebuilds the tier below it, and what its client has yet to be told.
+
+Rules:
+  1. Ids are appended in the order in which the scheduler sent them, each once, and never taken back.
+  2. A choice ends once. Nothing is appended after its end.
+  3. The text of a choice is a function of its ids and of the request alone, never of how deltas are cut.
+  4. What the client has not taken yet is one delta for each choice, however slow the client is.
+
+It must not know: streams, handles, gRPC, the clock (time comes in as an argument, in seconds).
+"""
+
+import enum
+import hashlib
+from collections import abc
+from dataclasses import dataclass, replace
+
+from router.text_stream import TextStream
+
+_MASK_64 = (1 << 64) - 1
+_SIGN_64 = 1 << 63
+
+
+class FinishReason(enum.IntEnum):
+    """Why a choice ended; the numbers are those of the contract."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    DEADLINE = 4
+    ERROR = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen, every value in force. `top_k` 0 is off; `logprobs` None is off."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+    logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely one token was, and its most likely alternatives (natural logarithms)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of one choice.
+
+    `message` is a sentence for the client and `status_code` the number of a gRPC status; both are set when
+    the call is to fail with them.
+    """
+
+    reason: FinishReason
+    matched_token_id: int | None = None
+    matched_stop: str | None = None
+    message: str = ""
+    status_code: int = 0
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More of one choice. `offset` counts the ids that came before; `logprobs` is empty unless asked for."""
+
+    index: int
+    offset: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+def choice_key(tenant: str, request_id: str, index: int) -> bytes:
+    """16 bytes that name one choice for good: the head of SHA-256 over tenant, request id and index."""
+    return hashlib.sha256(f"{tenant}\0{request_id}\0{index}".encode()).digest()[:16]
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`, a signed 64-bit integer that depends on `seed` and `index` alone.
+
+    Choice 0 uses the seed itself, so that a request means the same whatever its `n`. Choice i > 0 takes the
+    i-th output of SplitMix64 started at the seed (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", 2014).
+    """
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    z ^= z >> 31
+    return z - (1 << 64) if z & _SIGN_64 else z
+
+
+class ChoiceLog:
+    """One choice: its ids, its text, its end.
+
+    `end_token_ids` end the choice when the model says them; they count as output and never show as text.
+    """
+
+    __slots__ = (
+        "_end_token_ids",
+        "_num_taken",
+        "_pending_logprobs",
+        "_pending_text",
+        "_text",
+        "end",
+        "ended_at",
+        "first_token_at",
+        "index",
+        "key",
+        "num_cached_tokens",
+        "output_token_ids",
+        "sampling",
+    )
+
+    def __init__(
+        self,
+        *,
+        key: bytes,
+        index: int,
+        sampling: SamplingParams,
+        text: TextStream,
+        end_token_ids: frozenset[int],
+    ) -> None:
+        self.key = key
+        self.index = index
+        self.sampling = sampling
+        self.output_token_ids: list[int] = []
+        self.num_cached_tokens: int | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.end: End | None = None
+        self._text = text
+        self._end_token_ids = end_token_ids
+        self._num_taken = 0
+        self._pending_text: list[str] = []
+        self._pending_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def started(self) -> bool:
+        """Whether the scheduler has begun with it."""
+        return self.num_cached_tokens is not None
+
+    def start(self, num_cached_tokens: int) -> None:
+        """Notes what the prefix cache gave; only the first start counts, a later one is a recompute."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_cached_tokens
+
+    def append(self, token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs], now: float) -> None:
+        """Takes in new ids; `logprobs` has one entry for each, or none at all.
+
+        When one of them completes a stop string the choice ends there, and the ids after it are dropped.
+        """
+        assert self.end is None, "a choice takes nothing in after its end"
+        if token_ids and self.first_token_at is None:
+            self.first_token_at = now
+        for position, token_id in enumerate(token_ids):
+            self.output_token_ids.append(token_id)
+            if logprobs:
+                self._pending_logprobs.append(logprobs[position])
+            if token_id in self._end_token_ids:
+                continue
+            piece = self._text.push((token_id,))
+            self._pending_text.append(piece.text)
+            if piece.matched is not None:
+                self.finish(End(FinishReason.STOP, matched_stop=piece.matched), now)
+                return
+
+    def finish(self, end: End, now: float) -> None:
+        """Ends the choice.
+
+        Text that was held back, a possible stop string or half a character, comes out when the model ended or
+        ran to its length. It stays back when the choice broke off: whoever resumes from the ids gets it then.
+        """
+        assert self.end is None, "a choice ends once"
+        if end.reason in {FinishReason.STOP, FinishReason.LENGTH} and end.matched_stop is None:
+            self._pending_text.append(self._text.finish())
+            if self._text.matched is not None:  # the last half character completed a stop string
+                end = End(FinishReason.STOP, matched_stop=self._text.matched)
+        self.end = end
+        self.ended_at = now
+
+    def take_delta(self) -> Delta | None:
+        """What has come since the last call, or None when nothing has."""
+        text = "".join(self._pending_text)
+        token_ids = tuple(self.output_token_ids[self._num_taken :])
+        if not text and not token_ids:
+            return None
+        delta = Delta(self.index, self._num_taken, text, token_ids, tuple(self._pending_logprobs))
+        self._num_taken += len(token_ids)
+        self._pending_text.clear()
+        self._pending_logprobs.clear()
+        return delta
+
+
+class RequestLog:
+    """One request: its prompt, its choices, and what a scheduler must be told to take it over.
+
+    `deadline`, `received_at` and `submitted_at` are seconds on the caller's clock. `accepted` means that the
+    client holds the first event: from then on the request is never refused for load.
+    """
+
+    __slots__ = (
+        "accepted",
+        "body_digest",
+        "cache_salt",
+        "choices",
+        "deadline",
+        "priority",
+        "prompt_token_ids",
+        "received_at",
+        "request_id",
+        "submitted_at",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        tenant: str,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        texts: abc.Iterable[TextStream],
+        eos_token_ids: frozenset[int],
+        priority: int,
+        cache_salt: str,
+        body_digest: bytes,
+        deadline: float | None,
+        received_at: float,
+    ) -> None:
+        """Begins a log with one choice for each of `texts`."""
+        self.request_id = request_id
+        self.tenant = tenant
+        self.prompt_token_ids = prompt_token_ids
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.body_digest = body_digest
+        self.deadline = deadline
+        self.received_at = received_at
+        self.submitted_at: float | None = None
+        self.accepted = False
+        end_token_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            end_token_ids |= eos_token_ids
+        self.choices = tuple(
+            ChoiceLog(
+                key=choice_key(tenant, request_id, index),
+                index=index,
+                sampling=replace(sampling, seed=choice_seed(sampling.seed, index)),
+                text=text,
+                end_token_ids=end_token_ids,
+            )
+            for index, text in enumerate(texts)
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.end is not None for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens that the cache gave the first choice to start; None before any has started."""
+        return next((choice.num_cached_tokens for choice in self.choices if choice.started), None)
+
+    def remaining_ms(self, now: float) -> int | None:
+        """Milliseconds until the deadline, at least 0; None without one."""
+        return None if self.deadline is None else max(0, int((self.deadline - now) * 1000))
+
+    def waited_ms(self, now: float) -> int:
+        """Milliseconds since it was first submitted to a scheduler; 0 before that."""
+        return 0 if self.submitted_at is None else max(0, int((now - self.submitted_at) * 1000))

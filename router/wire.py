@@ -1,0 +1,359 @@
+"""Proto types and local types, both ways: with clients (`router.proto`), with schedulers (`scheduler.proto`).
+
+Nothing is decided here. The one refusal that only this place can make is that of fields the contract does
+not have: they exist in a message's bytes alone.
+"""
+
+import hashlib
+from collections import abc
+from typing import Final
+
+import grpc
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from protos.v1 import common_pb2, router_pb2, scheduler_pb2
+from router import scheduler_session as session
+from router.request_log import (
+    ChoiceLog,
+    Delta,
+    End,
+    FinishReason,
+    RequestLog,
+    SamplingParams,
+    TokenLogprobs,
+)
+from router.validation import Conversation, Defaults, GenerateRequest, SamplingRequest
+from rpc.errors import RequestError, invalid
+
+# Fields of SamplingParams that are part of the contract and not served at this revision.
+_UNSERVED_PRESENT: Final = ("prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_UNSERVED_FILLED: Final = ("logit_bias", "allowed_token_ids", "banned_token_ids")
+
+_STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+# --- from clients -----------------------------------------------------------------------------------
+
+
+def generate_request(request: router_pb2.GenerateRequest) -> GenerateRequest:
+    """A client's request as the door wants it. Long lists are not copied."""
+    return GenerateRequest(
+        request_id=request.request_id,
+        model=request.model,
+        prompt=prompt(request),
+        sampling=_sampling_request(request.sampling),
+        n=request.n,
+        stop=request.stop,
+        include_stop=request.include_stop,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        resume=request.HasField("resume"),
+    )
+
+
+def prompt(
+    request: router_pb2.GenerateRequest | router_pb2.TokenizeRequest,
+) -> str | abc.Sequence[int] | Conversation | None:
+    """The prompt that is set, or None."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return request.text
+        case "chat":
+            chat = request.chat
+            opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+            return Conversation(chat.messages, chat.tools, opened)
+        case "token_ids" if isinstance(request, router_pb2.GenerateRequest):
+            return request.token_ids.ids
+        case _:
+            return None
+
+
+def refuse_unknown_fields(message: Message, path: str = "") -> None:
+    """Refuses a message that carries fields which this version of the contract does not have.
+
+    To be called once the number of entries in its lists has been checked: it looks at each of them.
+    Raises RequestError, INVALID_ARGUMENT naming where and the field's number.
+    """
+    for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]  # the stubs lack its __iter__
+        where = path or message.DESCRIPTOR.name
+        raise invalid(where, f"{where} has a field numbered {unknown.field_number}, unknown to this version")
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        inner = f"{path}.{field.name}" if path else field.name
+        for entry in value if field.is_repeated else (value,):
+            refuse_unknown_fields(entry, inner)
+
+
+def body_digest(request: router_pb2.GenerateRequest) -> bytes:
+    """SHA-256 of what was asked: two requests of one id are the same request only when it agrees."""
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+
+
+def _sampling_request(sampling: common_pb2.SamplingParams) -> SamplingRequest:
+    unserved = [name for name in _UNSERVED_PRESENT if sampling.HasField(name)]
+    unserved += [name for name in _UNSERVED_FILLED if len(getattr(sampling, name))]
+    constraint = sampling.WhichOneof("constraint")
+    if constraint is not None:
+        unserved.append(constraint)
+    return SamplingRequest(
+        temperature=sampling.temperature if sampling.HasField("temperature") else None,
+        top_p=sampling.top_p if sampling.HasField("top_p") else None,
+        top_k=sampling.top_k if sampling.HasField("top_k") else None,
+        min_p=sampling.min_p if sampling.HasField("min_p") else None,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        min_tokens=sampling.min_tokens if sampling.HasField("min_tokens") else None,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        unserved=tuple(unserved),
+    )
+
+
+# --- to clients -------------------------------------------------------------------------------------
+
+
+def accepted(request: RequestLog) -> router_pb2.Accepted:
+    """The first event; the values in force are those of choice 0, whose seed is the request's own."""
+    params = request.choices[0].sampling
+    return router_pb2.Accepted(
+        request_id=request.request_id, seed=params.seed, sampling=sampling_params(params)
+    )
+
+
+def prompt_info(request: RequestLog) -> router_pb2.PromptInfo:
+    """What the prompt came to."""
+    return router_pb2.PromptInfo(
+        num_prompt_tokens=len(request.prompt_token_ids), num_cached_tokens=request.num_cached_tokens or 0
+    )
+
+
+def delta(piece: Delta) -> router_pb2.Delta:
+    """More of one choice."""
+    return router_pb2.Delta(
+        index=piece.index,
+        offset=piece.offset,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=[_token_logprobs(entry) for entry in piece.logprobs],
+    )
+
+
+def finished(request: RequestLog, choice: ChoiceLog) -> router_pb2.Finished:
+    """The end of one choice, with what it cost."""
+    assert choice.end is not None, "the choice has ended"
+    assert choice.ended_at is not None, "the choice has ended"
+    timing = router_pb2.Timing(total_seconds=choice.ended_at - request.received_at)
+    if choice.first_token_at is not None:
+        timing.first_token_seconds = choice.first_token_at - request.received_at
+    message = router_pb2.Finished(
+        index=choice.index,
+        reason=finish_reason(choice.end.reason),
+        usage=router_pb2.Usage(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=choice.num_cached_tokens or 0,
+            num_output_tokens=len(choice.output_token_ids),
+        ),
+        timing=timing,
+    )
+    if choice.end.matched_stop is not None:
+        message.stop = choice.end.matched_stop
+    elif choice.end.matched_token_id is not None:
+        message.token_id = choice.end.matched_token_id
+    return message
+
+
+def response(request: RequestLog) -> router_pb2.GenerateResponse:
+    """The whole answer, once every choice has ended; it takes what the log has for the client."""
+    answer = router_pb2.GenerateResponse(accepted=accepted(request), prompt_info=prompt_info(request))
+    for choice in request.choices:
+        whole = choice.take_delta()
+        answer.choices.add(
+            index=choice.index,
+            text=whole.text if whole else "",
+            token_ids=choice.output_token_ids,
+            logprobs=[_token_logprobs(entry) for entry in whole.logprobs] if whole else [],
+            finished=finished(request, choice),
+        )
+    return answer
+
+
+def failure(end: End) -> RequestError | None:
+    """The status with which a choice's end fails its call; None when it is a proper end."""
+    match end.reason:
+        case FinishReason.STOP | FinishReason.LENGTH:
+            return None
+        case FinishReason.DEADLINE:
+            code, otherwise = grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the call passed"
+        case FinishReason.ABORT:
+            code, otherwise = grpc.StatusCode.ABORTED, "the server gave the request up"
+        case FinishReason.ERROR:
+            code, otherwise = grpc.StatusCode.INTERNAL, "the request could not be computed"
+    code = _STATUS_CODES.get(end.status_code, code) if end.status_code else code
+    retry_after_seconds = end.retry_after_ms / 1000 if end.retry_after_ms else None
+    return RequestError(code, end.message or otherwise, retry_after_seconds=retry_after_seconds)
+
+
+def sampling_params(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Sampling with every value set, for clients and for schedulers."""
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=params.stop_token_ids,
+        logprobs=params.logprobs,
+    )
+
+
+def defaults(values: Defaults) -> common_pb2.SamplingParams:
+    """What absent sampling fields mean; a field that stays absent depends on the request."""
+    return common_pb2.SamplingParams(
+        temperature=values.temperature,
+        top_p=values.top_p,
+        top_k=values.top_k,
+        min_p=values.min_p,
+        max_tokens=values.max_tokens,
+        min_tokens=0,
+    )
+
+
+def fingerprints(prints: session.Fingerprints) -> common_pb2.Fingerprints:
+    """What the parts are."""
+    return common_pb2.Fingerprints(model=prints.model, tokenizer=prints.tokenizer, numerics=prints.numerics)
+
+
+def finish_reason(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
+    """The contract's word; the numbers agree."""
+    return common_pb2.FinishReason.ValueType(reason)
+
+
+def _token_logprobs(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_token_ids=entry.top_token_ids,
+        top_logprobs=entry.top_logprobs,
+    )
+
+
+# --- to schedulers ----------------------------------------------------------------------------------
+
+
+def router_message(message: session.RouterMessage) -> scheduler_pb2.RouterMessage:
+    """What a session wants to say."""
+    match message:
+        case session.Hello():
+            hello = scheduler_pb2.Hello(
+                router_id=message.router_id, protocol_revision=message.protocol_revision
+            )
+            return scheduler_pb2.RouterMessage(hello=hello)
+        case session.Ack():
+            return scheduler_pb2.RouterMessage(ack=scheduler_pb2.Ack(message_id=message.message_id))
+        case session.Cancel():
+            cancel = scheduler_pb2.Cancel(key=message.key, reason=finish_reason(message.reason))
+            return scheduler_pb2.RouterMessage(cancel=cancel)
+        case session.Submit():
+            return scheduler_pb2.RouterMessage(submit=_submit(message))
+
+
+def _submit(message: session.Submit) -> scheduler_pb2.Submit:
+    submit = scheduler_pb2.Submit(handle=message.handle, prompt_token_ids=message.prompt_token_ids)
+    if message.num_parts > 1:
+        submit.part.index = message.part
+        submit.part.count = message.num_parts
+    body = message.body
+    if body is not None:
+        submit.key = body.key
+        submit.request_id = body.request_id
+        submit.sample_index = body.sample_index
+        submit.group = body.group
+        submit.output_token_ids.extend(body.output_token_ids)
+        submit.sampling.CopyFrom(sampling_params(body.sampling))
+        submit.priority = body.priority
+        submit.tenant = body.tenant
+        if body.remaining_ms is not None:
+            submit.remaining_ms = body.remaining_ms
+        submit.waited_ms = body.waited_ms
+        submit.cache_salt = body.cache_salt
+        submit.body_digest = body.body_digest
+        submit.accepted_before = body.accepted_before
+    return submit
+
+
+# --- from schedulers --------------------------------------------------------------------------------
+
+
+def scheduler_message(message: scheduler_pb2.SchedulerMessage) -> session.SchedulerMessage | None:
+    """What a scheduler said; None for something that only a newer version can say.
+
+    Raises SessionError when it cannot be told apart.
+    """
+    match message.WhichOneof("message"):
+        case "step_output":
+            return _step_output(message.step_output)
+        case "serving_status":
+            return session.ServingStatus(message.serving_status.serving, message.serving_status.reason)
+        case "welcome":
+            return _welcome(message.welcome)
+        case _:
+            return None
+
+
+def _welcome(welcome: scheduler_pb2.Welcome) -> session.Welcome:
+    prints = welcome.fingerprints
+    return session.Welcome(
+        scheduler_id=welcome.scheduler_id,
+        term=welcome.term,
+        protocol_revision=welcome.protocol_revision,
+        max_total_tokens=welcome.max_total_tokens,
+        vocab_size=welcome.vocab_size,
+        eos_token_ids=tuple(welcome.eos_token_ids),
+        fingerprints=session.Fingerprints(prints.model, prints.tokenizer, prints.numerics),
+        dtype=welcome.dtype,
+    )
+
+
+def _step_output(output: scheduler_pb2.StepOutput) -> session.StepOutput:
+    return session.StepOutput(
+        message_id=output.message_id,
+        handles=tuple(output.handles),
+        num_tokens=tuple(output.num_tokens),
+        token_ids=tuple(output.token_ids),
+        logprobs={row.handle: tuple(map(_logprobs, row.tokens)) for row in output.logprobs},
+        finished=tuple(map(_finished, output.finished)),
+        started={row.handle: row.num_cached_tokens for row in output.started},
+        step_id=output.step_id,
+    )
+
+
+def _finished(row: scheduler_pb2.SequenceFinished) -> session.SequenceFinished:
+    try:
+        reason = FinishReason(row.reason)
+    except ValueError:
+        raise session.SessionError(f"handle {row.handle} ended for the unknown reason {row.reason}") from None
+    end = End(
+        reason=reason,
+        matched_token_id=row.matched_token_id if row.HasField("matched_token_id") else None,
+        message=row.message,
+        status_code=row.status_code,
+        retry_after_ms=row.retry_after_ms,
+    )
+    return session.SequenceFinished(row.handle, end, row.num_cached_tokens)
+
+
+def _logprobs(entry: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_token_ids=tuple(entry.top_token_ids),
+        top_logprobs=tuple(entry.top_logprobs),
+    )
