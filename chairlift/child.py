@@ -1,7 +1,7 @@
 """`python -m chairlift.child PARENT MODULE …`: runs a module whose process ends with its parent.
 
 Linux sends the death signal however the parent dies: nothing is polled, and kill -9 leaves no orphan. The
-child itself asks for it, after the exec: what runs between fork and exec may meet locks whose holders are gone.
+child asks for it itself, after the exec: between fork and exec, locks may be held by threads that are gone.
 """
 
 import ctypes

@@ -121,6 +121,7 @@ def _sentence(details: ErrorDetails, argv: list[str]) -> str:
     subject = f"{flag if given_as_flag else variable} is {details['input']!s}"
     if kind in expectations:
         return f"{subject}: it must be {expectations[kind].format(**context)}"
-    if kind == "value_error":  # a validator of ours: its text is a sentence already
-        return f"{subject}: {context['error']}"
+    if kind == "value_error":  # a validator of ours: its text is a sentence, with or without the subject
+        sentence = str(context["error"])
+        return sentence if sentence.startswith(flag) else f"{subject}: {sentence}"
     return f"{subject}: {details['msg'][:1].lower()}{details['msg'][1:]}"

@@ -1,0 +1,62 @@
+# Everything a person does with the tree. On a fresh machine `make demo` is all that is needed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Stamps: what is installed changes only when pyproject.toml does.
+RUN_STAMP := $(VENV)/.installed-all
+DEV_STAMP := $(VENV)/.installed-dev
+MODEL_STAMP := models/smollm2/SHA256SUMS
+
+.NOTPARALLEL:
+.PHONY: help demo test check soak bench protos clean
+
+help:
+	@echo "make demo    install, fetch the model, ask it twelve questions at once"
+	@echo "make test    stubs, lint, types, import rules, tests"
+	@echo "make soak    the long forms of the tests"
+	@echo "make bench   the figures of docs/results.md"
+	@echo "make protos  stubs from protos/v1"
+	@echo "make clean   what was built; models stay"
+
+demo: $(RUN_STAMP) $(MODEL_STAMP)
+	$(BIN)/chairlift demo
+
+test: check $(MODEL_STAMP)
+	$(BIN)/pytest -m "not soak"
+
+check: $(DEV_STAMP)
+	$(BIN)/python scripts/gen_protos.py --check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: $(DEV_STAMP) $(MODEL_STAMP)
+	$(BIN)/pytest -m soak --timeout 3600
+
+bench: $(DEV_STAMP) $(MODEL_STAMP)
+	$(BIN)/python -m bench
+
+protos: $(DEV_STAMP)
+	$(BIN)/python scripts/gen_protos.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	touch $@
+
+$(DEV_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[all,dev]'
+	touch $@ $(RUN_STAMP)
+
+# Present models are neither fetched nor looked up again.
+$(MODEL_STAMP): | $(RUN_STAMP)
+	$(BIN)/chairlift pull smollm2

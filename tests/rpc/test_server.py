@@ -1,0 +1,243 @@
+import asyncio
+import json
+import signal
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from protos.v1 import router_pb2, router_pb2_grpc
+from rpc.errors import from_call
+from tests.rpc.conftest import StartGreeter
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health_of(channel: grpc.aio.Channel, service: str = "") -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def until_serving(channel: grpc.aio.Channel) -> None:
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    async for answer in watch:
+        if answer.status == SERVING:
+            watch.cancel()
+            return
+
+
+async def until_not_serving(channel: grpc.aio.Channel) -> None:
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    async for answer in watch:
+        if answer.status == NOT_SERVING:
+            watch.cancel()
+            return
+
+
+async def failure_of(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await call
+    return failure.value
+
+
+async def count(router: Any, number: int, started: asyncio.Event) -> tuple[int, grpc.StatusCode]:
+    """Deltas received and the code the stream ended with."""
+    received = 0
+    try:
+        async for _ in router.Generate(router_pb2.GenerateRequest(text=str(number))):
+            received += 1
+            started.set()
+    except grpc.aio.AioRpcError as error:
+        return received, error.code()
+    return received, grpc.StatusCode.OK
+
+
+async def test_b89_health_knows_the_empty_name_and_each_service_and_nothing_else(
+    greeter: StartGreeter,
+) -> None:
+    async with greeter().connect() as channel:
+        await until_serving(channel)
+        assert await health_of(channel) == SERVING
+        assert await health_of(channel, "chairlift.v1.Router") == SERVING
+        unknown = await failure_of(health_of(channel, "chairlift.v1.Nobody"))
+        assert unknown.code() is grpc.StatusCode.NOT_FOUND
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="nobody"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watch.cancel()
+
+
+async def test_b89_reflection_lists_the_public_service_and_health_and_describes_both(
+    greeter: StartGreeter,
+) -> None:
+    async with greeter().connect() as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = reflection_pb2.ServerReflectionRequest
+        names = ["chairlift.v1.Router", "grpc.health.v1.Health"]
+        requests = [asked(list_services=""), *(asked(file_containing_symbol=name) for name in names)]
+        listed, *described = [answer async for answer in stub.ServerReflectionInfo(iter(requests))]
+        assert sorted(service.name for service in listed.list_services_response.service) == names
+        for answer in described:
+            assert answer.file_descriptor_response.file_descriptor_proto
+
+
+async def test_b81_a_message_of_five_megabytes_passes_and_one_above_the_limit_names_limit_and_size(
+    greeter: StartGreeter,
+) -> None:
+    server = greeter()
+    async with server.connect() as channel, server.connect(2**31 - 1) as unlimited:
+        stub = router_pb2_grpc.RouterStub(channel)
+        answer = await stub.Tokenize(router_pb2.TokenizeRequest(text="x" * 5_000_000))
+        assert answer.token_ids == [5_000_000]
+        over = router_pb2.TokenizeRequest(text="x" * (64 * 1024 * 1024))
+        refusal = await failure_of(router_pb2_grpc.RouterStub(unlimited).Tokenize(over))
+        assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "67108864" in refusal.details()
+        assert str(over.ByteSize()) in refusal.details()
+        again = await router_pb2_grpc.RouterStub(unlimited).Tokenize(router_pb2.TokenizeRequest(text="abc"))
+        assert again.token_ids == [3]
+
+
+async def test_b90_bytes_that_are_no_text_are_refused_without_a_crash_in_the_log(
+    greeter: StartGreeter,
+) -> None:
+    server = greeter()
+    broken = b"\x0a\x02\xff\xfe\x12\x02\xff\xfe\x1a\x02\xff\xfe"
+    async with server.connect() as channel:
+        unary = channel.unary_unary("/chairlift.v1.Router/Tokenize")
+        stream = channel.unary_stream("/chairlift.v1.Router/Generate")
+        for call in (unary(broken), stream(broken).read()):
+            refusal = await failure_of(call)
+            assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "not a valid message" in refusal.details()
+        answer = await router_pb2_grpc.RouterStub(channel).Tokenize(router_pb2.TokenizeRequest(text="ab"))
+        assert answer.token_ids == [2]
+    assert b"Traceback" not in server.close()
+
+
+async def test_a_refusal_comes_back_as_it_was_made(greeter: StartGreeter) -> None:
+    async with greeter().connect() as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        refusal = from_call(await failure_of(stub.Tokenize(router_pb2.TokenizeRequest(text=""))))
+    assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.field == "text"
+    assert refusal.message == "text is empty: it must hold a character"
+
+
+async def test_b87_running_streams_end_whole_new_calls_are_unavailable_and_the_exit_code_is_zero(
+    greeter: StartGreeter,
+) -> None:
+    server = greeter()
+    async with server.connect() as channel:
+        await until_serving(channel)
+        stub, started = router_pb2_grpc.RouterStub(channel), asyncio.Event()
+        running = asyncio.ensure_future(count(stub, 40, started))
+        await started.wait()
+        server.terminate()
+        await until_not_serving(channel)
+        assert await health_of(channel) == NOT_SERVING
+        assert await health_of(channel, "chairlift.v1.Router") == NOT_SERVING
+        for call in (
+            stub.Tokenize(router_pb2.TokenizeRequest(text="x")),
+            stub.Generate(router_pb2.GenerateRequest(text="1")).read(),
+        ):
+            refusal = await failure_of(call)
+            assert refusal.code() is grpc.StatusCode.UNAVAILABLE
+            assert "shutting down" in refusal.details()
+        assert await running == (40, grpc.StatusCode.OK)
+    assert await server.ended() == 0
+
+
+async def test_b87_what_outlasts_the_grace_is_unavailable_and_keeps_what_it_had(
+    greeter: StartGreeter,
+) -> None:
+    server = greeter("--grace-seconds", "0.5")
+    async with server.connect() as channel:
+        stub, started = router_pb2_grpc.RouterStub(channel), asyncio.Event()
+        running = asyncio.ensure_future(count(stub, 10_000, started))
+        await started.wait()
+        server.terminate()
+        received, code = await running
+    assert received >= 1
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert await server.ended() == 0
+
+
+async def test_b87_a_second_signal_ends_at_once(greeter: StartGreeter) -> None:
+    server = greeter("--grace-seconds", "600")
+    async with server.connect() as channel:
+        await until_serving(channel)
+        started = asyncio.Event()
+        running = asyncio.ensure_future(count(router_pb2_grpc.RouterStub(channel), 10_000, started))
+        await started.wait()
+        server.terminate()
+        await until_not_serving(channel)
+        server.terminate()
+        assert await server.ended() == 128 + signal.SIGTERM
+        assert (await running)[1] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_work_that_cannot_start_is_one_line_and_exit_code_2(greeter: StartGreeter) -> None:
+    server = greeter("--fail", "start")
+    assert await server.ended() == 2
+    assert server.close().decode().splitlines()[-1] == "greeter: the rope is missing"
+
+
+async def test_work_that_crashes_ends_the_process_with_1_and_is_logged_on_one_line(
+    greeter: StartGreeter,
+) -> None:
+    server = greeter("--fail", "crash")
+    assert await server.ended() == 1
+    last = json.loads(server.close().decode().splitlines()[-1])
+    assert last["exception"][0]["exc_value"] == "snap"
+
+
+async def test_work_that_returns_leaves_the_service_serving(greeter: StartGreeter) -> None:
+    server = greeter("--fail", "return")
+    async with server.connect() as channel:
+        await until_serving(channel)
+        assert await health_of(channel) == SERVING
+    server.terminate()
+    assert await server.ended() == 0
+
+
+async def test_b86_a_channel_finds_a_restarted_server_by_itself(
+    greeter: StartGreeter, tmp_path: Path
+) -> None:
+    path = f"unix:{tmp_path}/greeter.sock"
+    first = greeter("--listen", path)
+    async with first.connect() as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        request = router_pb2.TokenizeRequest(text="abc")
+        assert (await stub.Tokenize(request)).token_ids == [3]
+        first.process.kill()
+        first.process.wait()
+        away = await failure_of(stub.Tokenize(request))
+        assert away.code() is grpc.StatusCode.UNAVAILABLE
+        greeter("--listen", path)
+        answer = await stub.Tokenize(request, wait_for_ready=True, timeout=3)
+        assert answer.token_ids == [3]
+
+
+async def test_a_service_listens_on_a_free_port_or_a_socket_file(
+    greeter: StartGreeter, tmp_path: Path
+) -> None:
+    for server in (greeter(), greeter("--listen", f"unix:{tmp_path}/a.sock"), greeter("--listen", "[::1]:0")):
+        async with server.connect() as channel:
+            await until_serving(channel)
+
+
+@pytest.mark.soak
+async def test_b80_pings_every_ten_seconds_through_a_silent_minute_keep_the_connection(
+    greeter: StartGreeter,
+) -> None:
+    server = greeter()
+    async with server.connect() as channel:
+        await until_serving(channel)
+        await asyncio.sleep(60)
+        assert channel.get_state() is grpc.ChannelConnectivity.READY
+        assert await health_of(channel) == SERVING
