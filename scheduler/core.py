@@ -12,7 +12,6 @@ Must not know: gRPC, protobuf, asyncio, the clock (time is an argument), text, t
 sequence, the waiting queue, and for each executor the running set, the blocks and the session.
 """
 
-from array import array
 from dataclasses import dataclass, field
 
 from scheduler import policy
@@ -33,9 +32,8 @@ from scheduler.sequence import (
     end_of_output,
 )
 from scheduler.timers import Timers
+from scheduler.token_ids import NO_IDS, TokenIds
 from scheduler.waiting import WaitingQueue
-
-_NO_IDS: array[int] = array("I")
 
 
 class RefusedError(Exception):
@@ -90,7 +88,7 @@ class SchedulerCore:
 
     # --- from clients ------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, output_token_ids: array[int] = _NO_IDS, *, now: float) -> Sequence:
+    def submit(self, request: Request, output_token_ids: TokenIds = NO_IDS, *, now: float) -> Sequence:
         """Takes a request in, or finds the one that lives under its key. Idempotent.
 
         A live sequence goes on for its new reader when the ids the reader has (`output_token_ids`) are a
@@ -561,7 +559,7 @@ def _needs_block(seq: Sequence) -> bool:
     return position == seq.num_slots and seq.num_known_tokens - position == 1
 
 
-def _continues(seq: Sequence, output_token_ids: array[int]) -> bool:
+def _continues(seq: Sequence, output_token_ids: TokenIds) -> bool:
     """Whether a reader who has these ids can go on with `seq`: they are a beginning of what it has put out.
 
     One that was given up (its router was away too long) has nothing to go on with.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from scheduler.router_session import SessionError
+from scheduler.token_ids import TokenIds
 
 Submit = TypeVar("Submit")
 
@@ -15,7 +16,7 @@ class _Partial(Generic[Submit]):
     key: bytes
     count: int
     num_parts: int = 1
-    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    token_ids: TokenIds = field(default_factory=lambda: array("I"))
 
 
 class PartAssembler(Generic[Submit]):
@@ -28,8 +29,8 @@ class PartAssembler(Generic[Submit]):
         return len(self._partials)
 
     def add(
-        self, handle: int, index: int, count: int, submit: Submit, key: bytes, token_ids: array[int]
-    ) -> tuple[Submit, array[int]] | None:
+        self, handle: int, index: int, count: int, submit: Submit, key: bytes, token_ids: TokenIds
+    ) -> tuple[Submit, TokenIds] | None:
         """Once its last part is in: the first message and all prompt ids. Raises SessionError."""
         if index == 0:
             if handle in self._partials:

@@ -18,6 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from scheduler.sequence import Finish, Sequence
+from scheduler.token_ids import TokenIds
 
 MAX_UNACKED_MESSAGES = 8  # more in flight only grows the transport's buffers
 
@@ -52,7 +53,7 @@ class StepOutput:
     message_id: int
     handles: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    token_ids: TokenIds = field(default_factory=lambda: array("I"))
     logprobs: list[tuple[int, list[object]]] = field(default_factory=list)
     started: list[tuple[int, int]] = field(default_factory=list)  # handle, cached prompt tokens
     finished: list[FinishedOutput] = field(default_factory=list)

@@ -6,9 +6,10 @@ work left is the difference, and the scheduler gives out tokens until computed c
 Pure: knows nothing of executors, routers or wires, and has no clock.
 """
 
-from array import array
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+
+from scheduler.token_ids import TokenIds
 
 
 class FinishReason(IntEnum):
@@ -80,7 +81,7 @@ class Request:
 
     key: bytes  # 16 bytes, durable across streams and schedulers
     request_id: str
-    prompt_token_ids: array[int]
+    prompt_token_ids: TokenIds
     sampling: bytes  # encoded, handed on to the executor as it came
     max_tokens: int
     min_tokens: int = 0
@@ -119,7 +120,7 @@ class Sequence:
     """
 
     request: Request
-    token_ids: array[int]
+    token_ids: TokenIds
     num_prompt_tokens: int
     max_len: int  # prompt + max_tokens
     order: int  # submission counter: breaks ties
@@ -144,7 +145,7 @@ class Sequence:
     forget_at: float | None = None
 
     @classmethod
-    def of(cls, request: Request, output_token_ids: array[int], order: int) -> "Sequence":
+    def of(cls, request: Request, output_token_ids: TokenIds, order: int) -> "Sequence":
         """A waiting sequence that goes on after `output_token_ids`."""
         token_ids = request.prompt_token_ids + output_token_ids
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -178,13 +179,13 @@ class Sequence:
         """Whether it has won a token since it was last admitted."""
         return len(self.token_ids) > self.num_tokens_at_admission
 
-    def output_token_ids(self, start: int = 0) -> array[int]:
+    def output_token_ids(self, start: int = 0) -> TokenIds:
         """Output ids from the `start`-th on."""
         return self.token_ids[self.num_prompt_tokens + start :]
 
 
 def end_of_output(
-    request: Request, output_token_ids: array[int], eos_token_ids: frozenset[int]
+    request: Request, output_token_ids: TokenIds, eos_token_ids: frozenset[int]
 ) -> Finish | None:
     """How these output ids already end the request, or None when it goes on.
 

@@ -1,6 +1,5 @@
 """Protobuf messages to the scheduler's own values and back: the one place where the two meet."""
 
-from array import array
 from collections.abc import Iterable
 
 from protos.v1 import common_pb2, executor_pb2, router_pb2, scheduler_pb2
@@ -15,6 +14,7 @@ from scheduler.plan import (
 )
 from scheduler.router_session import FinishedOutput, StepOutput
 from scheduler.sequence import FinishReason, Request, StatusCode
+from scheduler.token_ids import TokenIds
 
 PROTOCOL_REVISION = 1
 KEY_BYTES = 16
@@ -44,7 +44,7 @@ def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
     )
 
 
-def request_of(message: scheduler_pb2.Submit, prompt_token_ids: array[int], now: float) -> Request:
+def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: float) -> Request:
     """The request in a Submit, its times on the scheduler's clock. Raises SubmitError."""
     sampling = message.sampling
     if len(message.key) != KEY_BYTES:
