@@ -115,9 +115,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
 
     # --- the two methods of the protocol --------------------------------------------------------
 
-    async def Open(  # noqa: N802 - named by the contract
-        self, request: executor_pb2.OpenRequest, context: Context
-    ) -> executor_pb2.OpenResponse:
+    async def Open(self, request: executor_pb2.OpenRequest, context: Context) -> executor_pb2.OpenResponse:
         """See executor.proto."""
         if self._runner is None:
             await abort(
@@ -167,7 +165,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             max_window=self._max_window,
         )
 
-    async def Execute(  # type: ignore[override]  # noqa: N802 - named by the contract
+    async def Execute(  # type: ignore[override]
         self, request_iterator: AsyncIterator[executor_pb2.BatchPlan], context: Context
     ) -> None:
         """See executor.proto.
@@ -297,11 +295,10 @@ def _fail(work: EpochWork, sentence: str, device_lost: BaseException | None = No
 
 async def _end_with(context: Context, reason: Exception) -> NoReturn:
     """End a call with the status the protocol gives for `reason`."""
+    trailers: tuple[tuple[str, str], ...] = ()
     if isinstance(reason, Held):
-        context.set_trailing_metadata(
-            (("chairlift-scheduler-id", reason.scheduler_id), ("chairlift-term", str(reason.term)))
-        )
-    await abort(context, RequestError(_STATUS[type(reason)], str(reason)))
+        trailers = (("chairlift-scheduler-id", reason.scheduler_id), ("chairlift-term", str(reason.term)))
+    await context.abort(_STATUS[type(reason)], str(reason), trailers)
 
 
 # --- the process ----------------------------------------------------------------------------------

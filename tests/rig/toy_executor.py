@@ -1,0 +1,222 @@
+"""A step-protocol executor from scratch, as a stranger would write it from docs/protocol.md.
+
+Nothing of ours but the stubs. Its "model" hashes the whole context, so the next token is a function of the
+sequence alone. Run: `python -m tests.rig.toy_executor unix:/tmp/toy.sock`.
+"""
+
+import asyncio
+import random
+import sys
+import zlib
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from protos.v1 import common_pb2, executor_pb2, executor_pb2_grpc
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_ROWS, MAX_TOKENS, MAX_LEN, WINDOW, VOCAB, EOS = 512, 4, 8, 64, 128, 2, 97, 0
+
+
+class DisagreementError(Exception):
+    """Plan and executor disagree: the epoch is over."""
+
+
+def check(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise DisagreementError(sentence)
+
+
+class Sequence:
+    def __init__(self, new: Any) -> None:
+        self.new, self.sampling = new, new.sampling
+        self.tokens, self.computed, self.num_blocks = (
+            list(new.token_ids),
+            new.num_computed_tokens,
+            len(new.block_ids),
+        )
+        self.ended_step: int | None = None
+        self.ends = set(self.sampling.stop_token_ids) | (set() if self.sampling.ignore_eos else {EOS})
+
+    def next_token(self) -> int:
+        output_index = len(self.tokens) - self.new.num_prompt_tokens
+        token = zlib.crc32(repr(self.tokens).encode()) % VOCAB
+        while output_index < self.sampling.min_tokens and token in self.ends:
+            token = (token + 1) % VOCAB
+        return token
+
+
+class Epoch:
+    """One lifetime of the state: a plan in, a result out."""
+
+    def __init__(self) -> None:
+        self.number = random.getrandbits(63) + 1
+        self.sequences: dict[int, Sequence] = {}
+        self.used: set[int] = set()
+        self.kept: dict[int, tuple[Any, Any]] = {}
+        self.last = self.acked = 0
+
+    def answer(self, plan: Any) -> Any:
+        if plan.step_id in self.kept:
+            first, result = self.kept[plan.step_id]
+            check(first == plan, f"step {plan.step_id} came again and differs")
+            return result
+        check(plan.step_id == self.last + 1, f"step {plan.step_id} came after step {self.last}")
+        check(self.acked <= plan.acked_step_id <= self.last, "acked_step_id names no result")
+        check(plan.step_id - plan.acked_step_id <= WINDOW, "too many plans are unanswered")
+        self.last, self.acked = plan.step_id, plan.acked_step_id
+        self.kept = {step: both for step, both in self.kept.items() if step > self.acked}
+        result = self.run(plan)
+        self.kept[plan.step_id] = (plan, result)
+        return result
+
+    def run(self, plan: Any) -> Any:
+        result = executor_pb2.StepResult(epoch=self.number, step_id=plan.step_id)
+        check(not (plan.block_copies or plan.zero_block_ids or plan.draft_tokens), "a reserved field is set")
+        for seq_id, sequence in list(self.sequences.items()):
+            forgotten = sequence.ended_step is not None and sequence.ended_step <= self.acked
+            if forgotten or seq_id in plan.released_seq_ids:
+                del self.sequences[seq_id]
+        for new in plan.admitted:
+            check(new.seq_id not in self.used, f"seq_id {new.seq_id} was used before")
+            check(new.num_computed_tokens < len(new.token_ids), "nothing is left to compute")
+            check(all(block < NUM_BLOCKS for block in new.block_ids), "no such block")
+            self.used.add(new.seq_id)
+            self.sequences[new.seq_id] = Sequence(new)
+            if max(new.token_ids) >= VOCAB:
+                self.sequences[new.seq_id].ended_step = plan.step_id
+                result.errors.add(
+                    seq_id=new.seq_id, message="a token id is outside the vocabulary", status_code=3
+                )
+        check(len(plan.grown_seq_ids) == len(plan.num_new_blocks), "ragged growth")
+        check(sum(plan.num_new_blocks) == len(plan.new_block_ids), "ragged growth")
+        check(all(block < NUM_BLOCKS for block in plan.new_block_ids), "no such block")
+        for seq_id, count in zip(plan.grown_seq_ids, plan.num_new_blocks, strict=True):
+            check(seq_id in self.sequences, f"sequence {seq_id} is unknown")
+            self.sequences[seq_id].num_blocks += count
+        check(len(plan.seq_ids) == len(plan.num_tokens), "ragged rows")
+        check(
+            len(set(plan.seq_ids)) == len(plan.seq_ids) <= MAX_ROWS, "too many rows, or two of one sequence"
+        )
+        check(sum(plan.num_tokens) <= MAX_TOKENS, "too many tokens")
+        check(all(seq_id in self.sequences for seq_id in plan.seq_ids), "a row's sequence is unknown")
+        positions_sum = sum(self.sequences[seq_id].computed for seq_id in plan.seq_ids)
+        check(positions_sum == plan.positions_sum, f"positions_sum is {positions_sum} here")
+        for seq_id, num_tokens in zip(plan.seq_ids, plan.num_tokens, strict=True):
+            self.run_row(result, self.sequences[seq_id], num_tokens)
+        return result
+
+    def run_row(self, result: Any, sequence: Sequence, num_tokens: int) -> None:
+        sequence.computed += num_tokens
+        if sequence.ended_step is not None:
+            return  # a ghost: it counts in positions_sum and reports nothing
+        check(num_tokens >= 1 and sequence.computed <= len(sequence.tokens), "a row past the known tokens")
+        check(sequence.computed <= sequence.num_blocks * BLOCK_SIZE, "a row past its blocks")
+        result.seq_ids.append(sequence.new.seq_id)
+        result.num_sampled.append(int(sequence.computed == len(sequence.tokens)))
+        if sequence.computed < len(sequence.tokens):
+            return
+        token = sequence.next_token()
+        sequence.tokens.append(token)
+        result.token_ids.append(token)
+        num_output = len(sequence.tokens) - sequence.new.num_prompt_tokens
+        if token in sequence.ends:
+            reason, matched = common_pb2.FINISH_REASON_STOP, token
+        elif num_output >= sequence.sampling.max_tokens or len(sequence.tokens) >= MAX_LEN:
+            reason, matched = common_pb2.FINISH_REASON_LENGTH, None
+        else:
+            return
+        sequence.ended_step = result.step_id
+        result.finished.add(seq_id=sequence.new.seq_id, reason=reason, matched_token_id=matched)
+
+
+class ToyExecutor(executor_pb2_grpc.ExecutorServicer):
+    """Who holds it, and which stream is the newest. A stream ends when its future is given a status."""
+
+    def __init__(self) -> None:
+        self.holder, self.term = "", 0
+        self.epoch: Epoch | None = None
+        self.past: dict[int, str] = {}
+        self.streams: dict[int, asyncio.Future[grpc.StatusCode]] = {}
+        self.next_stream, self.current = 1, 0
+
+    def end_streams(self, status: grpc.StatusCode, before: int) -> None:
+        for number, end in self.streams.items():
+            if number < before and not end.done():
+                end.set_result(status)
+
+    async def abort(self, context: Any, status: grpc.StatusCode) -> None:
+        if status is grpc.StatusCode.PERMISSION_DENIED:
+            context.set_trailing_metadata(
+                (("chairlift-scheduler-id", self.holder), ("chairlift-term", str(self.term)))
+            )
+        await context.abort(status, f"toy executor: {status.name}, held by {self.holder} at {self.term}")
+
+    async def Open(self, request: Any, context: Any) -> Any:  # noqa: N802 - named by the contract
+        live = any(not end.done() for end in self.streams.values())
+        if self.holder and request.scheduler_id != self.holder:
+            refused = live if request.term == 0 else request.term <= self.term
+        else:
+            refused = 0 < request.term < self.term
+        if refused:
+            await self.abort(context, grpc.StatusCode.PERMISSION_DENIED)
+        if self.epoch is not None:
+            self.past[self.epoch.number] = self.holder
+        fenced = self.holder != request.scheduler_id
+        self.holder, self.term = request.scheduler_id, request.term or self.term + 1
+        self.epoch = Epoch()
+        status = grpc.StatusCode.PERMISSION_DENIED if fenced else grpc.StatusCode.FAILED_PRECONDITION
+        self.end_streams(status, before=self.next_stream)
+        return executor_pb2.OpenResponse(
+            epoch=self.epoch.number, instance_id="toy", term=self.term, protocol_revision=1,
+            num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_window=WINDOW, max_num_seqs=MAX_ROWS,
+            max_num_batched_tokens=MAX_TOKENS, max_seq_len=MAX_LEN, row_invariant=True, vocab_size=VOCAB,
+            eos_token_ids=[EOS], dtype="none", device="toy",
+        )  # fmt: skip
+
+    async def Execute(self, _: Any, context: Any) -> None:  # noqa: N802 - named by the contract
+        if self.epoch is None:
+            await self.abort(context, grpc.StatusCode.FAILED_PRECONDITION)
+        number, self.next_stream = self.next_stream, self.next_stream + 1
+        end = self.streams[number] = asyncio.get_running_loop().create_future()
+        try:
+            while True:
+                read = asyncio.ensure_future(context.read())
+                await asyncio.wait([read, end], return_when=asyncio.FIRST_COMPLETED)
+                if end.done():
+                    read.cancel()
+                    await self.abort(context, end.result())
+                if (plan := read.result()) is grpc.aio.EOF:
+                    return
+                if self.epoch is None or plan.epoch != self.epoch.number:
+                    fenced = self.past.get(plan.epoch, self.holder) != self.holder
+                    status = (
+                        grpc.StatusCode.PERMISSION_DENIED if fenced else grpc.StatusCode.FAILED_PRECONDITION
+                    )
+                    await self.abort(context, status)
+                self.end_streams(grpc.StatusCode.ABORTED, before=number)
+                try:
+                    result = self.epoch.answer(plan)
+                except DisagreementError as error:
+                    self.past[self.epoch.number], self.epoch = self.holder, None
+                    await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+                await context.write(result)
+        finally:
+            del self.streams[number]
+
+
+async def main(address: str) -> None:
+    server = grpc.aio.server()
+    executor_pb2_grpc.add_ExecutorServicer_to_server(ToyExecutor(), server)
+    healthy = health.aio.HealthServicer()
+    for name in ("", "chairlift.v1.Executor"):
+        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    server.add_insecure_port(address)
+    await server.start()
+    print(f"listening on {address}", flush=True)  # noqa: T201 - whoever started it waits for this line
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
