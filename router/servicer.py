@@ -113,7 +113,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     # --- generation ---------------------------------------------------------------------------------
 
     # Not an async generator: the call's own task writes, so that a cancel is met here, at once.
-    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
+    async def Generate(  # type: ignore[override]  # the stubs know no handler that writes
+        self, request: router_pb2.GenerateRequest, context: Context
+    ) -> None:
         """Streams events as the log grows. A slow reader gets fewer and larger deltas."""
         async with _answering(context), self._live(request, context) as live:
             await context.write(router_pb2.GenerateEvent(accepted=wire.accepted(live.log)))
@@ -301,7 +303,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             validation.check_request_id(request.request_id)
             return await self._schedulers.place(request.request_id).explain(request)
 
-    async def Watch(self, request: router_pb2.WatchRequest, context: Context) -> None:
+    async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
+        self, request: router_pb2.WatchRequest, context: Context
+    ) -> None:
         """Hands on the step summaries of every scheduler that serves, as fast as the watcher takes them."""
         async with _answering(context):
             serving = [client for client in self._schedulers.clients if client.refusal is None]
