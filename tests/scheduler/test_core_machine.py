@@ -80,11 +80,11 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.all)
     @rule(data=st.data(), reason=st.sampled_from(CLIENT_ENDS))
     def cancel(self, data: st.DataObject, reason: FinishReason) -> None:
-        seq = data.draw(st.sampled_from(self.all))
-        was_over = seq.state is State.FINISHED
-        got = self.h.core.cancel(seq.request.key, reason, self.h.now)
-        assert (got is None) == was_over
-        assert seq.block_table == []
+        key = data.draw(st.sampled_from(self.all)).request.key
+        seq = self.h.core.sequences.get(key)
+        was_over = seq is None or seq.state is State.FINISHED
+        assert self.h.core.cancel(key, reason, self.h.now) is (None if was_over else seq)
+        assert seq is None or seq.block_table == []
 
     @precondition(lambda self: self.all)
     @rule(data=st.data(), cut=st.integers(0, 3))
