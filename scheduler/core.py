@@ -230,6 +230,7 @@ class SchedulerCore:
         if result.total_us and plan.rows:
             state.step_time.observe(sum(plan.num_tokens), result.total_us)
         state.is_draining = result.draining
+        state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us
         rows = plan.rows
         if result.seq_ids != plan.seq_ids or result.num_sampled != plan.num_samples:
             rows = _rows_that_ran(plan, result)

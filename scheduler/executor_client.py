@@ -71,18 +71,17 @@ class ExecuteStream:
         self, call: "grpc.aio.StreamStreamCall[executor_pb2.BatchPlan, executor_pb2.StepResult]"
     ) -> None:
         self._call = call
-        self.num_plan_bytes = 0
 
-    async def send(self, plan: BatchPlan) -> None:
-        """Sends one plan. Raises what the end of the stream means."""
+    async def send(self, plan: BatchPlan) -> int:
+        """Sends one plan; returns its size in bytes. Raises what the end of the stream means."""
         message = wire.plan_message(plan)
-        self.num_plan_bytes += message.ByteSize()
         try:
             await self._call.write(message)
         except grpc.aio.AioRpcError as error:
             raise _meaning(error) from error
         except grpc.aio.UsageError as error:  # the call has ended; `results` says why
             raise ExecutorUnreachableError(str(error)) from error
+        return message.ByteSize()
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Results in order; never ends but by raising what the end of the stream means."""

@@ -27,6 +27,8 @@ class ExecutorState:
         "max_num_batched_tokens",
         "max_num_seqs",
         "next_seq_id",
+        "previous_idle_us",
+        "previous_step_us",
         "released_seq_ids",
         "running",
         "session",
@@ -56,6 +58,8 @@ class ExecutorState:
         self.left: list[Leaver] = []  # since the last plan, for those who watch
         self.next_seq_id = 1
         self.is_draining = False
+        self.previous_step_us = 0  # of the newest answered step, for those who watch
+        self.previous_idle_us = 0
 
     @property
     def max_total_tokens(self) -> int:

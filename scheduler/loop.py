@@ -24,7 +24,7 @@ from scheduler.executor_client import (
     Opened,
 )
 from scheduler.executor_session import SessionBrokenError
-from scheduler.plan import Capacity
+from scheduler.plan import BatchPlan, Capacity
 from scheduler.router_session import RouterSession, touch
 from scheduler.sequence import Sequence
 
@@ -174,11 +174,10 @@ class SchedulerLoop:
             while True:
                 wake.clear()
                 while (plan := self.core.schedule(executor_id, self.now())) is not None:
+                    planned_at = self.now()
+                    num_plan_bytes = await stream.send(plan)
                     if self.watchers:
-                        summary = wire.step_summary(self.core, executor_id, plan, self.now())
-                        for watcher in self.watchers:
-                            watcher.offer(summary)
-                    await stream.send(plan)
+                        self._tell_watchers(executor_id, plan, planned_at, num_plan_bytes)
                 waiting = asyncio.ensure_future(wake.wait())
                 await asyncio.wait([waiting, results], return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
@@ -193,6 +192,15 @@ class SchedulerLoop:
         finally:
             results.cancel()
             stream.cancel()
+
+    def _tell_watchers(
+        self, executor_id: str, plan: BatchPlan, planned_at: float, num_plan_bytes: int
+    ) -> None:
+        summary = wire.step_summary(self.core.executors[executor_id], plan, planned_at)
+        summary.num_waiting = len(self.core.waiting)
+        summary.num_plan_bytes = num_plan_bytes
+        for watcher in self.watchers:
+            watcher.offer(summary)
 
     async def _apply_results(self, executor_id: str, stream: ExecuteStream, wake: asyncio.Event) -> None:
         async for result in stream.results():

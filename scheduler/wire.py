@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from protos.v1 import common_pb2, executor_pb2, router_pb2, scheduler_pb2
 from scheduler.core import SchedulerCore
+from scheduler.executor_state import ExecutorState
 from scheduler.plan import (
     BatchPlan,
     Capacity,
@@ -221,16 +222,13 @@ def cancel_reason(reason: common_pb2.FinishReason.ValueType) -> FinishReason:
     return FinishReason.DEADLINE if reason == common_pb2.FINISH_REASON_DEADLINE else FinishReason.ABORT
 
 
-def step_summary(
-    core: SchedulerCore, executor_id: str, plan: BatchPlan, now: float
-) -> router_pb2.StepSummary:
+def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> router_pb2.StepSummary:
     """What one iteration does, for those who watch."""
-    state = core.executors[executor_id]
     entered = {item.seq_id for item in plan.admitted}
     return router_pb2.StepSummary(
-        executor_id=executor_id,
+        executor_id=state.executor_id,
         step_id=plan.step_id,
-        time_seconds=now,
+        time_seconds=planned_at,
         members=[
             router_pb2.StepMember(
                 request_id=seq.request.request_id,
@@ -255,11 +253,12 @@ def step_summary(
             for leaver in plan.left
             if not leaver.seq.is_padding
         ],
-        num_waiting=len(core.waiting),
         num_running=len(state.running),
         num_free_blocks=state.blocks.num_free,
         num_blocks=state.blocks.num_blocks,
         max_num_seqs=state.max_num_seqs,
+        previous_step_us=state.previous_step_us,
+        previous_idle_us=state.previous_idle_us,
     )
 
 

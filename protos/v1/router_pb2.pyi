@@ -959,6 +959,9 @@ class StepSummary(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    NUM_PLAN_BYTES_FIELD_NUMBER: _builtins.int
+    PREVIOUS_STEP_US_FIELD_NUMBER: _builtins.int
+    PREVIOUS_IDLE_US_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.str
     """Which executor."""
     step_id: _builtins.int
@@ -977,6 +980,12 @@ class StepSummary(_message.Message):
     """Most sequences that may run at once."""
     num_dropped: _builtins.int
     """Summaries dropped before this one because the watcher was slow."""
+    num_plan_bytes: _builtins.int
+    """Size of this step's plan on the wire, bytes."""
+    previous_step_us: _builtins.int
+    """How long the newest answered step took on the executor, microseconds; 0 before the first."""
+    previous_idle_us: _builtins.int
+    """How long the executor had been idle before that step, microseconds."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMember]:
         """Every sequence with a row in this step."""
@@ -999,10 +1008,13 @@ class StepSummary(_message.Message):
         num_blocks: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         num_dropped: _builtins.int = ...,
+        num_plan_bytes: _builtins.int = ...,
+        previous_step_us: _builtins.int = ...,
+        previous_idle_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "left", b"left", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_blocks", b"num_blocks", "num_dropped", b"num_dropped", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_id", b"step_id", "time_seconds", b"time_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "left", b"left", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_blocks", b"num_blocks", "num_dropped", b"num_dropped", "num_free_blocks", b"num_free_blocks", "num_plan_bytes", b"num_plan_bytes", "num_running", b"num_running", "num_waiting", b"num_waiting", "previous_idle_us", b"previous_idle_us", "previous_step_us", b"previous_step_us", "step_id", b"step_id", "time_seconds", b"time_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
