@@ -10,7 +10,7 @@ from protos.v1 import executor_pb2, executor_pb2_grpc
 from rpc.address import Address
 from rpc.channel import connect
 from scheduler import wire
-from scheduler.plan import BatchPlan, Capacity, StepResult
+from scheduler.plan import Capacity, StepResult
 
 _log = structlog.get_logger()
 OPEN_TIMEOUT_SECONDS = 5.0
@@ -72,16 +72,14 @@ class ExecuteStream:
     ) -> None:
         self._call = call
 
-    async def send(self, plan: BatchPlan) -> int:
-        """Sends one plan; returns its size in bytes. Raises what the end of the stream means."""
-        message = wire.plan_message(plan)
+    async def send(self, message: executor_pb2.BatchPlan) -> None:
+        """Sends one plan. Raises what the end of the stream means."""
         try:
             await self._call.write(message)
         except grpc.aio.AioRpcError as error:
             raise _meaning(error) from error
         except grpc.aio.UsageError as error:  # the call has ended; `results` says why
             raise ExecutorUnreachableError(str(error)) from error
-        return message.ByteSize()
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Results in order; never ends but by raising what the end of the stream means."""

@@ -168,16 +168,16 @@ class SchedulerLoop:
     async def drive(self, executor_id: str, stream: ExecuteStream, wake: asyncio.Event) -> None:
         """Sends plans and applies results until the stream ends; raises why it ended."""
         for unanswered in self.core.executors[executor_id].session.resend():
-            await stream.send(unanswered)
+            await stream.send(wire.plan_message(unanswered))
         results = asyncio.ensure_future(self._apply_results(executor_id, stream, wake))
         try:
             while True:
                 wake.clear()
                 while (plan := self.core.schedule(executor_id, self.now())) is not None:
-                    planned_at = self.now()
-                    num_plan_bytes = await stream.send(plan)
+                    message = wire.plan_message(plan)
                     if self.watchers:
-                        self._tell_watchers(executor_id, plan, planned_at, num_plan_bytes)
+                        self._tell_watchers(executor_id, plan, message.ByteSize())
+                    await stream.send(message)
                 waiting = asyncio.ensure_future(wake.wait())
                 await asyncio.wait([waiting, results], return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
