@@ -193,10 +193,8 @@ class SchedulerLoop:
             results.cancel()
             stream.cancel()
 
-    def _tell_watchers(
-        self, executor_id: str, plan: BatchPlan, planned_at: float, num_plan_bytes: int
-    ) -> None:
-        summary = wire.step_summary(self.core.executors[executor_id], plan, planned_at)
+    def _tell_watchers(self, executor_id: str, plan: BatchPlan, num_plan_bytes: int) -> None:
+        summary = wire.step_summary(self.core.executors[executor_id], plan, self.now())
         summary.num_waiting = len(self.core.waiting)
         summary.num_plan_bytes = num_plan_bytes
         for watcher in self.watchers:
