@@ -89,7 +89,7 @@ class ChildProcess:
             return self._said
         code: int = await self.ended
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}"
+        return f"the {self.name} {how}"
 
     async def stop(self, kill_after_seconds: float) -> None:
         """SIGTERM, and SIGKILL if that is not enough; returns when the process is gone."""
@@ -119,7 +119,7 @@ class ChildProcess:
     async def _read_stderr(self, stream: asyncio.StreamReader) -> None:
         """Hands lines on, but for `NAME: why it cannot start`, which its starter tells."""
         async for line in stream:
-            if line.startswith(f"{self.name}: ".encode()):
+            if line.removeprefix(b"chairlift ").startswith(f"{self.name}: ".encode()):
                 self._said = line.decode(errors="replace").strip()
                 continue
             sys.stderr.buffer.write(line)

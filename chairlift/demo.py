@@ -135,7 +135,7 @@ async def _service(model: str, dtype: str, batching: str, console: Console) -> A
 
 
 async def _ask_all(
-    router: router_pb2_grpc.RouterAsyncStub,
+    router: "router_pb2_grpc.RouterAsyncStub",
     show: contextlib.AbstractContextManager[Callable[[str, str, bool], None]],
 ) -> Run:
     """Asks everything at once, in the order of the letters, and watches the steps."""
@@ -171,7 +171,7 @@ def _request(letter: str, question: str, max_tokens: int) -> router_pb2.Generate
 
 
 async def _ask(
-    router: router_pb2_grpc.RouterAsyncStub,
+    router: "router_pb2_grpc.RouterAsyncStub",
     request: router_pb2.GenerateRequest,
     started: float,
     accepted: asyncio.Event,
@@ -204,7 +204,9 @@ async def _ask(
     return Answer(request.request_id, text, finished.usage.num_output_tokens, first_token_seconds, seconds)
 
 
-async def _watch(router: router_pb2_grpc.RouterAsyncStub, steps: list[Step], seen: asyncio.Condition) -> None:
+async def _watch(
+    router: "router_pb2_grpc.RouterAsyncStub", steps: list[Step], seen: asyncio.Condition
+) -> None:
     async for summary in router.Watch(router_pb2.WatchRequest()):
         steps.append(step_of(summary))
         async with seen:
@@ -212,7 +214,7 @@ async def _watch(router: router_pb2_grpc.RouterAsyncStub, steps: list[Step], see
 
 
 async def _warm_up(
-    router: router_pb2_grpc.RouterAsyncStub, steps: list[Step], seen: asyncio.Condition
+    router: "router_pb2_grpc.RouterAsyncStub", steps: list[Step], seen: asyncio.Condition
 ) -> None:
     """Asks for one token until the watch has shown a step: from then on it misses none.
 
@@ -236,6 +238,7 @@ class _Board:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._answers = dict.fromkeys(LETTERS, Text(""))
+        self._growing = True
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=8)
 
     def __enter__(self) -> Callable[[str, str, bool], None]:
@@ -244,6 +247,7 @@ class _Board:
         return self._tell
 
     def __exit__(self, *_: object) -> None:
+        self._growing = False
         if self._console.is_terminal:
             self._live.stop()
 
@@ -255,11 +259,10 @@ class _Board:
 
     def _table(self) -> Table:
         table = Table("", "question", "answer", expand=True, show_lines=True)
-        running = self._live.is_started
         for letter, (question, _) in zip(LETTERS, QUESTIONS, strict=True):
             answer = self._answers[letter]
             # While it grows, the newest line of each is what fits on a screen.
-            table.add_row(letter, question, answer[-_TAIL_CHARACTERS:] if running else answer)
+            table.add_row(letter, question, answer[-_TAIL_CHARACTERS:] if self._growing else answer)
         return table
 
 

@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
                 Address.parse(service.argv[1], field=f"the {service.name}'s socket (see TMPDIR)")
             return asyncio.run(_serve(settings, services(settings, model, Path(folder))))
     except (StartError, AddressError) as error:
-        print(f"chairlift serve: {error}", file=sys.stderr)
+        print(f"chairlift serve: {str(error).removeprefix('chairlift ')}", file=sys.stderr)
         return 2
 
 
