@@ -62,13 +62,17 @@ class _LiveRequest:
         return len(self._ends_told) == len(self.log.choices)
 
     def new_events(self) -> list[router_pb2.GenerateEvent]:
-        """What has happened since the last call: at most one delta and one end for each choice."""
+        """What has happened since the last call: at most one delta and one end for each choice.
+
+        An end that fails the call is told by the status alone: gRPC clients may drop messages that arrive
+        together with an error status.
+        """
         events: list[router_pb2.GenerateEvent] = []
         for choice in self.log.choices:
             piece = choice.take_delta()
             if piece is not None:
                 events.append(router_pb2.GenerateEvent(delta=wire.delta(piece)))
-            if choice.end is not None and choice.index not in self._ends_told:
+            if choice.end and choice.index not in self._ends_told and wire.failure(choice.end) is None:
                 self._ends_told.add(choice.index)
                 events.append(router_pb2.GenerateEvent(finished=wire.finished(self.log, choice)))
         if not self._prompt_told and (events or self.log.num_cached_tokens is not None):

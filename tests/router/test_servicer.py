@@ -1,0 +1,622 @@
+"""The router as clients meet it, with the tiny model's tokenizer and a scheduler that a test speaks for."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos.v1 import common_pb2, router_pb2, router_pb2_grpc, scheduler_pb2
+from protos.v1.router_pb2 import GenerateEvent, GenerateRequest
+from router import model_files
+from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.scheduler_session import PART_TOKENS, TokenizerIdentity
+from router.servicer import RouterServicer, ServedModel
+from router.tokenizer import Tokenizer
+from router.validation import Defaults
+from rpc.address import Address
+from rpc.channel import connect, server_options
+from rpc.errors import from_call
+from tests.rig import tiny_model
+from tests.rig.scripted_scheduler import MAX_MESSAGE_BYTES, ScriptedScheduler, serving
+
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+STOP = common_pb2.FINISH_REASON_STOP
+ABORT = common_pb2.FINISH_REASON_ABORT
+Sampling = common_pb2.SamplingParams
+
+
+@dataclass
+class Rig:
+    """One router before one scripted scheduler."""
+
+    stub: "router_pb2_grpc.RouterAsyncStub"
+    scheduler: ScriptedScheduler
+    servicer: RouterServicer
+    pool: SchedulerPool
+
+    async def serving(self) -> None:
+        """Waits until requests are taken."""
+        await eventually(lambda: self.pool.refusal is None)
+
+    async def quiet(self) -> None:
+        """Waits until nothing is left of any request."""
+        await eventually(lambda: self.servicer.num_live == 0)
+        assert all(client.num_live == 0 for client in self.pool.clients)
+        assert all(not client._wakes for client in self.pool.clients)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - conditions on whatever object, so there is no event to wait for
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(model_files.read(tiny_model.build(tmp_path_factory.mktemp("model") / "tiny")))
+
+
+@pytest.fixture
+def start(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., contextlib.AbstractAsyncContextManager[Rig]]:
+    return partial(rig, tmp_path, tokenizer)
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    folder: Path,
+    tokenizer: Tokenizer,
+    scheduler: ScriptedScheduler | None = None,
+    *,
+    recovery_timeout_seconds: float = 60.0,
+    ready: bool = True,
+    max_tokens: int | None = None,
+    served: bool = True,
+) -> AsyncIterator[Rig]:
+    scheduler = scheduler or ScriptedScheduler()
+    async with contextlib.AsyncExitStack() as stack:
+        path = folder / "scheduler.sock"
+        if served:
+            await stack.enter_async_context(serving(scheduler, path))
+        client = SchedulerClient(
+            Address.parse(f"unix:{path}", field="--scheduler"),
+            router_id="router-1",
+            tokenizer=TokenizerIdentity(tokenizer.fingerprint, tokenizer.vocab_size),
+            recovery_timeout_seconds=recovery_timeout_seconds,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            on_serving_changed=lambda: None,
+        )
+        pool = SchedulerPool([client])
+        model = ServedModel("tiny", tokenizer, Defaults(temperature=0.5, max_tokens=max_tokens))
+        servicer = RouterServicer(model=model, schedulers=pool, max_message_bytes=MAX_MESSAGE_BYTES)
+        stack.callback(servicer.close)
+        server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
+        router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
+        address = f"unix:{folder}/router.sock"
+        server.add_insecure_port(address)
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        running = asyncio.create_task(pool.run())
+
+        async def stop_running() -> None:
+            running.cancel()
+            await asyncio.wait([running])
+
+        stack.push_async_callback(stop_running)
+        channel = connect(Address.parse(address, field=""), max_message_bytes=MAX_MESSAGE_BYTES)
+        stack.push_async_callback(channel.close)
+        started = Rig(router_pb2_grpc.RouterStub(channel), scheduler, servicer, pool)
+        if ready:
+            await started.serving()
+        yield started
+
+
+Start = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
+
+
+def text_request(text: str = "hi", **fields: object) -> GenerateRequest:
+    return GenerateRequest(text=text, **fields)  # type: ignore[arg-type]
+
+
+async def collect(call: "grpc.aio.UnaryStreamCall[GenerateRequest, GenerateEvent]") -> list[GenerateEvent]:
+    events = []
+    while (event := await call.read()) is not grpc.aio.EOF:
+        events.append(event)
+    return events
+
+
+def deltas(events: list[GenerateEvent], index: int = 0) -> list[router_pb2.Delta]:
+    return [e.delta for e in events if e.WhichOneof("event") == "delta" and e.delta.index == index]
+
+
+def text_of(events: list[GenerateEvent], index: int = 0) -> str:
+    return "".join(delta.text for delta in deltas(events, index))
+
+
+def finishes(events: list[GenerateEvent]) -> list[router_pb2.Finished]:
+    return [event.finished for event in events if event.WhichOneof("event") == "finished"]
+
+
+async def failure(call: "grpc.aio.Call") -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await (collect(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call)
+    return raised.value
+
+
+def letters(text: str) -> Callable[[scheduler_pb2.Submit], list[int]]:
+    """A script: every sequence says this text, then the end token."""
+    return lambda _submit: [*text.encode(), tiny_model.EOS_ID]
+
+
+# --- Generate ---------------------------------------------------------------------------------------
+
+
+async def test_a_stream_begins_with_accepted_and_ends_with_finished(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Generate(text_request("hello", request_id="mine", sampling=Sampling(max_tokens=3)))
+        submit = await rig.scheduler.submitted()
+        assert bytes(submit.prompt_token_ids) == b"hello"
+        assert submit.sampling.max_tokens == 3
+        await rig.scheduler.give(submit, [97, 98], num_cached_tokens=2)
+        await rig.scheduler.give(submit, [99], finish=LENGTH)
+        events = await collect(call)
+        kinds = [event.WhichOneof("event") for event in events]
+        assert kinds[0] == "accepted"
+        assert kinds[1] == "prompt_info"
+        assert kinds[-1] == "finished"
+        assert set(kinds[2:-1]) == {"delta"}
+        accepted, info, finished = events[0].accepted, events[1].prompt_info, events[-1].finished
+        assert accepted.request_id == "mine"
+        assert accepted.seed == submit.sampling.seed == accepted.sampling.seed
+        assert accepted.sampling.temperature == 0.5
+        assert (info.num_prompt_tokens, info.num_cached_tokens) == (5, 2)
+        assert text_of(events) == "abc"
+        assert [t for delta in deltas(events) for t in delta.token_ids] == [97, 98, 99]
+        assert finished.reason == LENGTH
+        assert (finished.usage.num_prompt_tokens, finished.usage.num_output_tokens) == (5, 3)
+        assert 0 <= finished.timing.first_token_seconds <= finished.timing.total_seconds
+        await rig.quiet()
+
+
+async def test_a_request_without_an_id_gets_one_and_without_a_seed_one_is_drawn(start: Start) -> None:
+    async with start(ScriptedScheduler(script=letters("x"))) as rig:
+        first, second = [(await collect(rig.stub.Generate(text_request())))[0].accepted for _ in range(2)]
+        assert first.request_id != second.request_id
+        assert first.seed != second.seed
+
+
+async def test_b62_choices_are_one_group_with_seeds_and_keys_of_their_own(start: Start) -> None:
+    async with start(
+        ScriptedScheduler(script=lambda s: [97 + s.sample_index] * (s.sample_index + 1) + [257])
+    ) as rig:
+        events = await collect(rig.stub.Generate(text_request(n=3, sampling=Sampling(seed=5))))
+        submits = rig.scheduler.submits
+        assert len({submit.group for submit in submits}) == 1
+        assert len({submit.key for submit in submits}) == len({s.sampling.seed for s in submits}) == 3
+        assert submits[0].sampling.seed == 5
+        assert [text_of(events, index) for index in range(3)] == ["a", "bb", "ccc"]
+        assert sorted(finished.index for finished in finishes(events)) == [0, 1, 2]
+        assert [event.WhichOneof("event") for event in events].count("prompt_info") == 1
+
+
+async def test_b49_a_character_of_several_tokens_comes_whole(start: Start) -> None:
+    async with start(ScriptedScheduler(script=letters("a😀b"))) as rig:
+        events = await collect(rig.stub.Generate(text_request()))
+        assert text_of(events) == "a😀b"
+        assert "\ufffd" not in "".join(delta.text for delta in deltas(events))
+        assert finishes(events)[0].usage.num_output_tokens == 7
+
+
+async def test_b41_a_stop_string_cuts_the_text_and_cancels_the_sequence(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Generate(text_request(stop=["DEFGHIJ"]))
+        submit = await rig.scheduler.submitted()
+        for piece in (" ABC", "DEF", "G", "HI", "J", "K"):
+            await rig.scheduler.give(submit, list(piece.encode()))
+        events = await collect(call)
+        assert text_of(events) == " ABC"
+        (finished,) = finishes(events)
+        assert (finished.reason, finished.stop) == (STOP, "DEFGHIJ")
+        assert finished.usage.num_output_tokens == 11
+        await rig.scheduler.until(lambda: bool(rig.scheduler.cancels))
+        assert [(c.key, c.reason) for c in rig.scheduler.cancels] == [(submit.key, STOP)]
+        await rig.quiet()
+
+
+async def test_logprobs_come_with_their_tokens(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Generate(text_request(sampling=Sampling(logprobs=1, max_tokens=2)))
+        submit = await rig.scheduler.submitted()
+        rows = [
+            common_pb2.TokenLogprobs(token_id=t, logprob=-1, rank=1, top_token_ids=[t], top_logprobs=[-1])
+            for t in (97, 98)
+        ]
+        await rig.scheduler.give(submit, [97, 98], logprobs=rows, finish=LENGTH)
+        events = await collect(call)
+        assert [row for delta in deltas(events) for row in delta.logprobs] == rows
+
+
+async def test_b88_a_reader_that_is_slow_gets_few_large_deltas(start: Start) -> None:
+    async with start(ScriptedScheduler(max_total_tokens=60_000)) as rig:
+        call = rig.stub.Generate(text_request(sampling=Sampling(max_tokens=50_000)))
+        submit = await rig.scheduler.submitted()
+        for _ in range(500):
+            await rig.scheduler.give(submit, [97] * 100)
+        await rig.scheduler.send(
+            scheduler_pb2.StepOutput(
+                finished=[scheduler_pb2.SequenceFinished(handle=submit.handle, reason=LENGTH)]
+            )
+        )
+        await eventually(lambda: 501 in rig.scheduler.acks)  # the router took it in while nobody read
+        events = await collect(call)
+        assert text_of(events) == "a" * 50_000
+        assert len(deltas(events)) < 500
+
+
+async def test_b28_a_second_request_of_a_live_id_is_refused_and_the_first_untouched(start: Start) -> None:
+    async with start() as rig:
+        first = rig.stub.Generate(text_request(request_id="twice"))
+        submit = await rig.scheduler.submitted()
+        error = await failure(rig.stub.Complete(text_request(request_id="twice")))
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        await rig.scheduler.give(submit, [97, 257], finish=STOP, matched_token_id=257)
+        events = await collect(first)
+        assert text_of(events) == "a"
+        assert finishes(events)[0].token_id == 257
+        again = rig.stub.Generate(text_request(request_id="twice"))
+        await rig.scheduler.give(await rig.scheduler.submitted(2), [98, 257], finish=STOP)
+        assert text_of(await collect(again)) == "b"
+
+
+# --- Complete ---------------------------------------------------------------------------------------
+
+
+async def test_b72_complete_tells_the_same_story_as_the_stream(start: Start) -> None:
+    async with start(ScriptedScheduler(script=letters("Grüße, 😀!"))) as rig:
+        request = text_request(n=2, stop=["!"], sampling=Sampling(seed=1))
+        response = await rig.stub.Complete(request)
+        events = await collect(rig.stub.Generate(request))
+        for choice in response.choices:
+            assert choice.text == text_of(events, choice.index) == "Grüße, 😀"
+            assert list(choice.token_ids) == [t for d in deltas(events, choice.index) for t in d.token_ids]
+            assert choice.finished.stop == "!"
+        streamed = {finished.index: finished for finished in finishes(events)}
+        assert [c.finished.usage for c in response.choices] == [streamed[i].usage for i in range(2)]
+        assert response.accepted.sampling == events[0].accepted.sampling
+        assert response.prompt_info.num_prompt_tokens == 2
+
+
+async def test_b75_an_error_in_any_choice_fails_the_call(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Complete(text_request(n=2))
+        await rig.scheduler.submitted(2)
+        first, second = rig.scheduler.submits
+        await rig.scheduler.give(first, [97], finish=LENGTH)
+        await rig.scheduler.give(
+            second, [97], finish=common_pb2.FINISH_REASON_ERROR, message="the logits are NaN", status_code=13
+        )
+        error = await failure(call)
+        assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "the logits are NaN")
+        await rig.quiet()
+
+
+async def test_b75_text_before_an_error_is_delivered_and_the_stream_fails(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Generate(text_request(n=2))
+        await rig.scheduler.submitted(2)
+        first, second = rig.scheduler.submits
+        await rig.scheduler.give(first, list(b"abcde"))
+        events = [await call.read() for _ in range(3)]
+        await rig.scheduler.give(
+            first,
+            [],
+            finish=common_pb2.FINISH_REASON_ERROR,
+            message="too busy",
+            status_code=8,
+            retry_after_ms=2500,
+        )
+        assert text_of(events) == "abcde"
+        refusal = from_call(await failure(call))
+        assert (refusal.code, refusal.retry_after_seconds) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 2.5)
+        await rig.scheduler.until(lambda: bool(rig.scheduler.cancels))
+        assert [cancel.key for cancel in rig.scheduler.cancels] == [second.key]
+        await rig.quiet()
+
+
+# --- cancels and deadlines --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete"])
+@pytest.mark.parametrize("tokens_before", [0, 3])
+async def test_b25_b29_a_cancelled_call_gives_up_every_choice(
+    start: Start, method: str, tokens_before: int
+) -> None:
+    async with start() as rig:
+        call = getattr(rig.stub, method)(text_request(n=4))
+        await rig.scheduler.submitted(4)
+        for submit in rig.scheduler.submits[:4]:
+            if tokens_before:
+                await rig.scheduler.give(submit, [97] * tokens_before)
+        call.cancel()
+        await rig.scheduler.until(lambda: len(rig.scheduler.cancels) == 4)
+        assert {cancel.key for cancel in rig.scheduler.cancels} == {s.key for s in rig.scheduler.submits}
+        assert {cancel.reason for cancel in rig.scheduler.cancels} == {ABORT}
+        await rig.quiet()
+
+
+async def test_b82_a_cancel_is_passed_on_even_when_the_client_does_not_read(start: Start) -> None:
+    async with start(ScriptedScheduler(max_total_tokens=300_000)) as rig:
+        call = rig.stub.Generate(text_request(sampling=Sampling(max_tokens=200_000)))
+        submit = await rig.scheduler.submitted()
+        for _ in range(100):
+            await rig.scheduler.give(submit, [97] * 1000)
+        await eventually(lambda: 100 in rig.scheduler.acks)
+        call.cancel()
+        await rig.scheduler.until(lambda: bool(rig.scheduler.cancels))
+        await rig.quiet()
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete"])
+async def test_b83_what_is_left_of_the_deadline_goes_inward_and_ends_the_request(
+    start: Start, method: str
+) -> None:
+    async with start() as rig:
+        call = getattr(rig.stub, method)(text_request(), timeout=0.5)
+        submit = await rig.scheduler.submitted()
+        assert 0 < submit.remaining_ms <= 500
+        error = await failure(call)
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await rig.scheduler.until(lambda: bool(rig.scheduler.cancels))
+        await rig.quiet()
+
+
+async def test_a_deadline_that_the_scheduler_notices_first_is_told_as_such(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Generate(text_request(), timeout=30)
+        submit = await rig.scheduler.submitted()
+        await rig.scheduler.give(submit, [], finish=common_pb2.FINISH_REASON_DEADLINE)
+        assert (await failure(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_without_a_deadline_none_is_told(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Generate(text_request())
+        assert not (await rig.scheduler.submitted()).HasField("remaining_ms")
+        call.cancel()
+
+
+# --- a scheduler that goes and comes ----------------------------------------------------------------
+
+
+async def test_b106_a_broken_stream_is_invisible_to_the_client(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Generate(text_request(request_id="r"))
+        first = await rig.scheduler.submitted()
+        await rig.scheduler.give(first, list(b"abc"))
+        await eventually(lambda: 1 in rig.scheduler.acks)
+        rig.scheduler.break_streams()
+        second = await rig.scheduler.submitted(2)
+        assert second.key == first.key
+        assert bytes(second.output_token_ids) == b"abc"
+        assert second.accepted_before
+        assert second.sampling == first.sampling
+        await rig.scheduler.give(second, [*b"def", 257], finish=STOP, matched_token_id=257)
+        events = await collect(call)
+        assert text_of(events) == "abcdef"
+        assert deltas(events)[0].offset == 0
+        assert finishes(events)[0].usage.num_output_tokens == 7
+
+
+async def test_b92_with_a_recovery_timeout_of_zero_running_requests_end_unavailable(start: Start) -> None:
+    async with start(recovery_timeout_seconds=0) as rig:
+        call = rig.stub.Generate(text_request())
+        await rig.scheduler.give(await rig.scheduler.submitted(), list(b"abc"))
+        events = [await call.read() for _ in range(3)]
+        rig.scheduler.break_streams()
+        assert (await failure(call)).code() is grpc.StatusCode.UNAVAILABLE
+        assert text_of(events) == "abc"
+        await rig.serving()  # the same scheduler, back again
+
+
+async def test_b92_the_recovery_timeout_has_a_timer_of_its_own(start: Start) -> None:
+    async with start(recovery_timeout_seconds=0.2) as rig:
+        call = rig.stub.Complete(text_request())
+        await rig.scheduler.submitted()
+        rig.scheduler.welcome = None  # it comes back, but never gets an executor
+        rig.scheduler.break_streams()
+        error = await failure(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        await rig.quiet()
+
+
+async def test_b91_while_the_scheduler_does_not_serve_requests_are_unavailable_with_its_reason(
+    start: Start,
+) -> None:
+    async with start() as rig:
+        await rig.scheduler.set_serving(serving=False, reason="every executor is gone")
+        await eventually(lambda: rig.pool.refusal is not None)
+        error = await failure(rig.stub.Generate(text_request()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "every executor is gone" in str(error.details())
+        await rig.scheduler.set_serving(serving=True)
+        await rig.serving()
+
+
+async def test_b86_without_a_scheduler_requests_are_unavailable(start: Start) -> None:
+    async with start(ready=False, served=False) as rig:
+        for call in (rig.stub.Generate(text_request()), rig.stub.Complete(text_request())):
+            assert (await failure(call)).code() is grpc.StatusCode.UNAVAILABLE
+        error = await failure(rig.stub.GetModel(router_pb2.GetModelRequest()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_tokenizer_that_does_not_belong_to_the_model_is_not_served(start: Start) -> None:
+    scheduler = ScriptedScheduler()
+    assert scheduler.welcome is not None
+    scheduler.welcome.fingerprints.tokenizer = "of another model"
+    async with start(scheduler, ready=False) as rig:
+        await eventually(lambda: "does not belong" in (rig.pool.refusal or ""))
+        error = await failure(rig.stub.Generate(text_request()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "of another model" in str(error.details())
+
+
+async def test_a_scheduler_that_breaks_the_protocol_loses_its_stream_and_nothing_else(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Complete(text_request())
+        submit = await rig.scheduler.submitted()
+        await rig.scheduler.give(submit, [97])
+        await rig.scheduler.send(
+            scheduler_pb2.StepOutput(handles=[submit.handle], num_tokens=[2], token_ids=[98])
+        )
+        again = await rig.scheduler.submitted(2)
+        assert list(again.output_token_ids) == [97]
+        await rig.scheduler.give(again, [98, 257], finish=STOP)
+        assert (await call).choices[0].text == "ab"
+
+
+# --- the door ---------------------------------------------------------------------------------------
+
+
+async def test_b34_b37_a_wrong_request_is_refused_naming_the_field_and_others_go_on(start: Start) -> None:
+    async with start(ScriptedScheduler(max_total_tokens=64)) as rig:
+        running = rig.stub.Generate(text_request(sampling=Sampling(max_tokens=2)))
+        submit = await rig.scheduler.submitted()
+        wrong = {
+            "prompt": text_request("x" * 64),
+            "text": text_request(""),
+            "sampling.temperature": text_request(sampling=Sampling(temperature=float("nan"))),
+            "token_ids": GenerateRequest(token_ids=router_pb2.TokenIds(ids=[1, -1])),
+            "chat.messages": GenerateRequest(chat=router_pb2.Chat()),
+            "sampling.max_tokens": text_request(sampling=Sampling(max_tokens=63)),
+        }
+        for field, request in wrong.items():
+            for call in (rig.stub.Generate(request), rig.stub.Complete(request)):
+                error = await failure(call)
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert from_call(error).field == field
+        assert len(rig.scheduler.submits) == 1
+        await rig.scheduler.give(submit, [97, 98], finish=LENGTH)
+        assert text_of(await collect(running)) == "ab"
+        await rig.quiet()
+
+
+async def test_unknown_fields_are_refused(start: Start) -> None:
+    async with start() as rig:
+        request = GenerateRequest.FromString(text_request().SerializeToString() + bytes([0xF8, 0x3E, 0x01]))
+        error = await failure(rig.stub.Generate(request))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "1007" in str(error.details())
+
+
+async def test_fields_not_served_yet_are_unimplemented_by_name(start: Start) -> None:
+    async with start() as rig:
+        resume = router_pb2.Resume(resume_token="t")
+        for request, field in (
+            (text_request(sampling=Sampling(frequency_penalty=0.5)), "sampling.frequency_penalty"),
+            (text_request(resume=resume), "resume"),
+        ):
+            error = await failure(rig.stub.Generate(request))
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert field in str(error.details())
+
+
+async def test_b81_a_long_prompt_arrives_whole_through_its_parts(start: Start) -> None:
+    async with start(ScriptedScheduler(max_total_tokens=1_000_000)) as rig:
+        ids = [i % 250 for i in range(3 * PART_TOKENS + 5)]
+        call = rig.stub.Complete(
+            GenerateRequest(token_ids=router_pb2.TokenIds(ids=ids), sampling=Sampling(max_tokens=1))
+        )
+        submit = await rig.scheduler.submitted()
+        assert list(submit.prompt_token_ids) == ids
+        parts = [m.submit for m in rig.scheduler.messages if m.WhichOneof("message") == "submit"]
+        assert max(len(part.prompt_token_ids) for part in parts[1:]) <= PART_TOKENS
+        await rig.scheduler.give(submit, [97], finish=LENGTH)
+        assert (await call).prompt_info.num_prompt_tokens == len(ids)
+
+
+async def test_a_chat_goes_through_the_template(start: Start) -> None:
+    async with start(ScriptedScheduler(script=letters("ok"))) as rig:
+        chat = router_pb2.Chat(messages=[router_pb2.Message(role="user", content="Hi")])
+        await rig.stub.Complete(GenerateRequest(chat=chat))
+        tokenized = await rig.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))
+        assert list(rig.scheduler.submits[0].prompt_token_ids) == list(tokenized.token_ids)
+        assert tokenized.token_ids[0] == tiny_model.IM_START_ID
+
+
+# --- the small calls --------------------------------------------------------------------------------
+
+
+async def test_tokenize_and_detokenize_are_inverse(start: Start) -> None:
+    async with start() as rig:
+        for text in ("héllo 😀", "x" * 5000):
+            tokenized = await rig.stub.Tokenize(router_pb2.TokenizeRequest(text=text))
+            assert bytes(tokenized.token_ids) == text.encode()
+            assert tokenized.max_total_tokens == 512
+            request = router_pb2.DetokenizeRequest(token_ids=tokenized.token_ids)
+            assert (await rig.stub.Detokenize(request)).text == text
+
+
+async def test_b97_detokenize_refuses_ids_outside_the_vocabulary(start: Start) -> None:
+    async with start() as rig:
+        for wrong in (272, -1, 2**63 - 1):
+            error = await failure(rig.stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=[1, wrong])))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert str(wrong) in str(error.details())
+
+
+async def test_special_tokens_show_when_asked_for(start: Start) -> None:
+    async with start() as rig:
+        ids = [97, tiny_model.EOS_ID]
+        assert (await rig.stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids))).text == "a"
+        shown = router_pb2.DetokenizeRequest(token_ids=ids, include_special=True)
+        assert (await rig.stub.Detokenize(shown)).text == "a<|eos|>"
+
+
+async def test_get_model_tells_limits_and_defaults(start: Start) -> None:
+    async with start(max_tokens=7) as rig:
+        model = await rig.stub.GetModel(router_pb2.GetModelRequest(model="tiny"))
+        assert (model.model, model.max_total_tokens, model.vocab_size) == ("tiny", 512, 272)
+        assert list(model.eos_token_ids) == [257]
+        assert (model.defaults.temperature, model.defaults.max_tokens) == (0.5, 7)
+        assert model.has_chat_template
+        assert model.fingerprints.model == "m"
+        assert model.max_message_bytes == MAX_MESSAGE_BYTES
+
+
+async def test_another_model_is_not_found_everywhere(start: Start) -> None:
+    async with start() as rig:
+        for call in (
+            rig.stub.Generate(text_request(model="other")),
+            rig.stub.Complete(text_request(model="other")),
+            rig.stub.Tokenize(router_pb2.TokenizeRequest(model="other", text="a")),
+            rig.stub.Detokenize(router_pb2.DetokenizeRequest(model="other")),
+            rig.stub.GetModel(router_pb2.GetModelRequest(model="other")),
+        ):
+            assert (await failure(call)).code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_watch_and_explain_are_the_schedulers_answers(start: Start) -> None:
+    scheduler = ScriptedScheduler()
+    scheduler.summaries = [router_pb2.StepSummary(executor_id="e", step_id=step) for step in (1, 2, 3)]
+    async with start(scheduler) as rig:
+        summaries = [summary async for summary in rig.stub.Watch(router_pb2.WatchRequest())]
+        assert [summary.step_id for summary in summaries] == [1, 2, 3]
+        error = await failure(rig.stub.Explain(router_pb2.ExplainRequest(request_id="r")))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_b87_draining_waits_for_the_last_request(start: Start) -> None:
+    async with start() as rig:
+        call = rig.stub.Complete(text_request())
+        submit = await rig.scheduler.submitted()
+        draining = asyncio.create_task(rig.servicer.drain())
+        await asyncio.sleep(0)
+        assert not draining.done()
+        await rig.scheduler.give(submit, [97, 257], finish=STOP)
+        await call
+        await draining
