@@ -489,8 +489,9 @@ async def logprobs_are_reported(subject: Subject) -> None:
     (chances,) = result.logprobs[0].tokens
     require(chances.token_id == tokens_by_sequence(result)[a.seq_id][0], "logprobs are of another token")
     require(
-        len(chances.top_token_ids) == len(chances.top_logprobs) == num_alternatives,
-        f"{num_alternatives} alternatives were asked for, {len(chances.top_token_ids)} came",
+        len(chances.top_token_ids) == len(chances.top_logprobs) <= num_alternatives,
+        f"{num_alternatives} alternatives were asked for; {len(chances.top_token_ids)} ids and "
+        f"{len(chances.top_logprobs)} values came",
     )
     require(chances.logprob <= 0 and chances.rank >= 1, "a log-probability is at most 0, a rank at least 1")
 
@@ -555,8 +556,7 @@ async def positions_agree(subject: Subject) -> None:
         await stream.send(plan)
         expect_end(await stream.end(), grpc.StatusCode.DATA_LOSS, "positions_sum was wrong")
     async with epoch.stream() as stream:
-        await stream.send_unless_ended(plan)
-        expect_end(await stream.end(), grpc.StatusCode.FAILED_PRECONDITION, "the epoch was over")
+        expect_end(await stream.refusal(plan), grpc.StatusCode.FAILED_PRECONDITION, "the epoch was over")
     epoch = await subject.open()
     async with epoch.stream() as stream:
         await greedy_run(epoch, stream, prompt_of(epoch, 4), 1)
@@ -615,8 +615,9 @@ async def same_holder_opens_again(subject: Subject) -> None:
         new = await subject.open()
         expect_end(await stream.end(), grpc.StatusCode.FAILED_PRECONDITION, "the holder opened again")
     async with old.stream() as stream:
-        await stream.send_unless_ended(old.plan())
-        expect_end(await stream.end(), grpc.StatusCode.FAILED_PRECONDITION, "the plan's epoch was over")
+        expect_end(
+            await stream.refusal(old.plan()), grpc.StatusCode.FAILED_PRECONDITION, "the plan's epoch was over"
+        )
     async with new.stream() as stream:
         await stream.step(new.plan())
 
@@ -661,8 +662,9 @@ async def higher_term_fences(subject: Subject) -> None:
         )
         _expect_held(await stream.end(), subject.rival_id, new, "the stream of the displaced holder")
     async with old.stream() as stream:
-        await stream.send_unless_ended(old.plan())
-        _expect_held(await stream.end(), subject.rival_id, new, "a plan of the displaced holder")
+        _expect_held(
+            await stream.refusal(old.plan()), subject.rival_id, new, "a plan of the displaced holder"
+        )
     refusal = await subject.driver.open_refused(subject.scheduler_id, term=old.capacity.term)
     _expect_held(refusal, subject.rival_id, new, "Open with the displaced holder's term")
     async with new.stream() as stream:

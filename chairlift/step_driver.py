@@ -5,7 +5,6 @@ our scheduler or executor, so that it can judge both.
 """
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import grpc
 from protos.v1 import common_pb2, executor_pb2, executor_pb2_grpc
 
 PROTOCOL_REVISION: Final = 1
+_EARLY_REFUSAL_SECONDS: Final = 0.25
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 
@@ -199,11 +199,6 @@ class Stream:
                 f"the stream had ended when step {plan.step_id} was sent ({await self.end()})"
             ) from None
 
-    async def send_unless_ended(self, plan: executor_pb2.BatchPlan) -> None:
-        """Send a plan on a stream that the executor may have ended already."""
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._call.write(plan)
-
     async def result(self) -> executor_pb2.StepResult:
         """The next result, taken in by the epoch. Raises Failure when it is late, ill-formed or another's."""
         step_id = self._expected_step_ids.popleft()
@@ -229,6 +224,18 @@ class Stream:
     async def done_writing(self) -> None:
         """Send no more plans."""
         await self._call.done_writing()
+
+    async def refusal(self, plan: executor_pb2.BatchPlan) -> Ended:
+        """How the executor ends a stream whose first plan it must refuse, at that plan or before it.
+
+        The plan goes out when the stream has not ended by itself for a moment: to write while the call ends
+        would lose the status (grpc/grpc#36066).
+        """
+        ending = asyncio.ensure_future(self.end())
+        await asyncio.wait([ending], timeout=_EARLY_REFUSAL_SECONDS)
+        if not ending.done():
+            await self._call.write(plan)
+        return await ending
 
     async def end(self) -> Ended:
         """How the executor ends the stream. Raises Failure when it sends a result instead, or nothing."""

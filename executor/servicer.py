@@ -171,12 +171,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         """See executor.proto.
 
         Writes through the context and not as a generator: when the client breaks off, a coroutine is
-        cancelled where it stands and lets go of its stream at once.
+        cancelled where it stands and lets go of its stream at once. Refuses nothing before the first plan is
+        in: a client of grpc.aio that is writing when its call ends sees INTERNAL in place of the status
+        (grpc/grpc#36066).
         """
-        try:
-            stream = self._session.attach()
-        except NotOpen as refusal:
-            await _end_with(context, refusal)
+        stream = self._session.attach()
         call = self._calls[stream] = _Call()
         reader = asyncio.create_task(self._read(stream, call, request_iterator))
         try:

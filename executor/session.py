@@ -159,15 +159,11 @@ class Session(Generic[R]):
         return self._term
 
     def attach(self) -> int:
-        """A new stream of the open epoch, as a number. The older one stays until this one brings a plan.
-
-        Raises NotOpen.
-        """
-        if self._epoch is None:
-            raise NotOpen(f"the executor is not open: {self._why_not_open}")
+        """A new stream, as a number. The older one of the epoch stays until this one brings a plan."""
         stream = self._next_stream
         self._next_stream += 1
-        self._epoch.streams.add(stream)
+        if self._epoch is not None:
+            self._epoch.streams.add(stream)
         return stream
 
     def detach(self, stream: int) -> None:

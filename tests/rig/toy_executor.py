@@ -175,8 +175,6 @@ class ToyExecutor(executor_pb2_grpc.ExecutorServicer):
         )  # fmt: skip
 
     async def Execute(self, _: Any, context: Any) -> None:  # noqa: N802 - named by the contract
-        if self.epoch is None:
-            await self.abort(context, grpc.StatusCode.FAILED_PRECONDITION)
         number, self.next_stream = self.next_stream, self.next_stream + 1
         end = self.streams[number] = asyncio.get_running_loop().create_future()
         try:
