@@ -1,0 +1,134 @@
+"""The streams to the schedulers: finding them, losing them, placing requests among them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from router.request_log import End, FinishReason
+from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.scheduler_session import TokenizerIdentity
+from rpc.address import Address
+from rpc.errors import RequestError
+from tests.rig.scripted_scheduler import MAX_MESSAGE_BYTES, ScriptedScheduler, serving
+from tests.router.test_scheduler_session import new_request
+
+LEAVE = End(FinishReason.ABORT)
+
+
+class Changes:
+    """Counts how often a client said that serving may have changed, and lets a test wait for more."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def __call__(self) -> None:
+        self._changed.set()
+
+    async def until_serving(self, client: SchedulerClient, *, yes: bool = True) -> None:
+        async with asyncio.timeout(20):
+            while (client.refusal is None) is not yes:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def new_client(address: str, changes: Changes) -> SchedulerClient:
+    return SchedulerClient(
+        Address.parse(address, field="--scheduler"),
+        router_id="router-1",
+        tokenizer=TokenizerIdentity("", 260),
+        recovery_timeout_seconds=60.0,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        on_serving_changed=changes,
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(pool: SchedulerPool) -> AsyncIterator[None]:
+    task = asyncio.create_task(pool.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+
+async def test_b108_a_dead_scheduler_does_not_keep_the_others_from_serving(tmp_path: Path) -> None:
+    changes, late_changes = Changes(), Changes()
+    live = new_client(f"unix:{tmp_path}/live.sock", changes)
+    dead = new_client(f"unix:{tmp_path}/dead.sock", late_changes)
+    pool = SchedulerPool([dead, live])
+    async with serving(ScriptedScheduler(), tmp_path / "live.sock"), running(pool):
+        await changes.until_serving(live)
+        assert pool.refusal is None
+        assert {pool.place(f"request-{i}") for i in range(50)} == {live}
+        async with serving(ScriptedScheduler(), tmp_path / "dead.sock"):  # it is noticed when it comes
+            await late_changes.until_serving(dead)
+            assert {pool.place(f"request-{i}") for i in range(50)} == {live, dead}
+
+
+async def test_a_name_keeps_its_scheduler_when_another_one_leaves(tmp_path: Path) -> None:
+    changes = Changes()
+    clients = [new_client(f"unix:{tmp_path}/{i}.sock", changes) for i in range(3)]
+    pool = SchedulerPool(clients)
+    schedulers = [ScriptedScheduler() for _ in clients]
+    async with contextlib.AsyncExitStack() as stack:
+        for i, scheduler in enumerate(schedulers):
+            await stack.enter_async_context(serving(scheduler, tmp_path / f"{i}.sock"))
+        await stack.enter_async_context(running(pool))
+        for client in clients:
+            await changes.until_serving(client)
+        names = [f"request-{i}" for i in range(60)]
+        before = {name: pool.place(name) for name in names}
+        assert set(before.values()) == set(clients)
+        await schedulers[0].set_serving(serving=False, reason="leaving")
+        await changes.until_serving(clients[0], yes=False)
+        for name in names:
+            if before[name] is not clients[0]:
+                assert pool.place(name) is before[name]
+
+
+async def test_without_any_scheduler_every_reason_is_told(tmp_path: Path) -> None:
+    pool = SchedulerPool([new_client(f"unix:{tmp_path}/{name}.sock", Changes()) for name in "ab"])
+    with pytest.raises(RequestError, match=r"a\.sock.*b\.sock") as raised:
+        pool.place("r")
+    assert raised.value.code is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(RequestError) as raised:
+        pool.welcome()
+    assert raised.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_b86_a_scheduler_that_was_restarted_is_found_again(tmp_path: Path) -> None:
+    changes = Changes()
+    client = new_client(f"unix:{tmp_path}/s.sock", changes)
+    async with running(SchedulerPool([client])):
+        for _ in range(2):
+            async with serving(ScriptedScheduler(), tmp_path / "s.sock"):
+                await changes.until_serving(client)
+            await changes.until_serving(client, yes=False)
+
+
+async def test_requests_wait_for_a_restarted_scheduler_and_go_on_there(tmp_path: Path) -> None:
+    changes, woken = Changes(), asyncio.Event()
+    client = new_client(f"unix:{tmp_path}/s.sock", changes)
+    request = new_request()
+    async with running(SchedulerPool([client])):
+        first = ScriptedScheduler()
+        async with serving(first, tmp_path / "s.sock"):
+            await changes.until_serving(client)
+            client.submit(request, woken.set)
+            await first.give(await first.submitted(), [97])
+            await woken.wait()
+        await changes.until_serving(client, yes=False)
+        assert client.num_live == 1
+        second = ScriptedScheduler()
+        async with serving(second, tmp_path / "s.sock"):
+            submit = await second.submitted()
+            assert list(submit.output_token_ids) == [97]
+            client.release(request, LEAVE)
+            await second.until(lambda: bool(second.cancels))
+            assert client.num_live == 0
