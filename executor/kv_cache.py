@@ -14,6 +14,8 @@ Allocated as zeros: kernels multiply what lies past a sequence's end with a prob
 not be a NaN.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +57,8 @@ class KVCache:
         self.block_size = block_size
         shape = (config.num_layers, 2, num_blocks + 1, config.num_kv_heads, block_size, config.head_dim)
         try:
-            storage = torch.zeros(shape, dtype=dtype, device=device)
-        except (RuntimeError, MemoryError) as error:
+            storage = zeros(shape, dtype, device)
+        except (RuntimeError, OSError) as error:
             num_bytes = (num_blocks + 1) * bytes_per_block(config, block_size, dtype)
             raise ModelError(
                 f"num_blocks {num_blocks} of {block_size} tokens need {num_bytes / 2**30:.1f} GiB on "
@@ -73,6 +75,14 @@ class KVCache:
     def layer(self, index: int) -> LayerCache:
         """The cache of layer `index`."""
         return self._layers[index]
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros. On the CPU its pages are taken when they are first touched, not all at the start."""
+    if device.type == "cpu":
+        pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

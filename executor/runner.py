@@ -109,12 +109,17 @@ class ModelRunner:
         )
         attention = select_backend(BACKENDS, spec)
         weights = load_weights(checkpoint, torch_dtype, torch_device)
-        chosen_num_blocks = num_blocks or default_num_blocks(
-            config, block_size=block_size, dtype=torch_dtype, device=torch_device, max_num_seqs=max_num_seqs
-        )
+        if num_blocks is None:
+            num_blocks = default_num_blocks(
+                config,
+                block_size=block_size,
+                dtype=torch_dtype,
+                device=torch_device,
+                max_num_seqs=max_num_seqs,
+            )
         kv_cache = KVCache(
             config,
-            num_blocks=chosen_num_blocks,
+            num_blocks=num_blocks,
             block_size=block_size,
             dtype=torch_dtype,
             device=torch_device,
@@ -127,9 +132,9 @@ class ModelRunner:
             device=device,
             seconds=round(time.monotonic() - started, 2),
             weight_bytes=weights.num_bytes,
-            num_blocks=chosen_num_blocks,
+            num_blocks=num_blocks,
             block_size=block_size,
-            kv_cache_bytes=(chosen_num_blocks + 1) * bytes_per_block(config, block_size, torch_dtype),
+            kv_cache_bytes=(num_blocks + 1) * bytes_per_block(config, block_size, torch_dtype),
             max_seq_len=config.max_seq_len,
             eos_token_ids=checkpoint.eos_token_ids,
         )

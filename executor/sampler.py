@@ -87,8 +87,7 @@ def likelihoods(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> T
 
 
 def filtered(weights: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """`weights` with zeros for the tokens that top-k, top-p and min-p remove; rows without filters as they
-    are."""
+    """`weights` with zeros for the tokens that top-k, top-p and min-p remove."""
     vocab_size = weights.shape[-1]
     # Off in another spelling is off: nothing is computed for it, and nothing is rounded.
     top_ks = [row.params.top_k if 0 < row.params.top_k < vocab_size else vocab_size for row in rows]

@@ -37,10 +37,23 @@ _LAYER_NAMES = {
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
+class _Reader(gguf.GGUFReader):
+    """The package's reader on a plain view of the mapped file; slicing a `memmap` is most of its time."""
+
+    @property  # type: ignore[override]  # a plain array does for all that it reads
+    def data(self) -> np.ndarray:
+        """The bytes of the file."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.memmap) -> None:
+        self._data = np.asarray(mapped)
+
+
 def open_gguf(path: Path) -> Checkpoint:
     """Open the file `path`. Raises `ModelError`."""
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     # The reader indexes into the mapped file as it goes: a short or foreign file shows as any of these.
     except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:

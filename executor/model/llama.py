@@ -27,11 +27,12 @@ class Llama:
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        """Hidden states `[num_tokens, hidden_size]` of `token_ids` at `positions`, both int64 `[num_tokens]`.
+        """Hidden states, float32 `[num_tokens, hidden_size]`, of `token_ids` at `positions`.
 
-        Writes the keys and values of these tokens into `kv_cache`.
+        Both are int64 `[num_tokens]`. Writes the keys and values of these tokens into `kv_cache`.
         """
-        hidden = self._weights.embeddings[token_ids]
+        # The sum over layers is kept in float32: its rounding would otherwise add up with depth.
+        hidden = self._weights.embeddings[token_ids].float()
         cos, sin = self._rope_table[positions].unsqueeze(2).unbind(1)
         for index, layer in enumerate(self._weights.layers):
             normed = self._norm(hidden, layer.attention_norm)
@@ -68,10 +69,9 @@ class Llama:
         return self._attention.forward(rotate(query, cos, sin), cache, metadata).reshape(num_tokens, -1)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Root mean square norm, computed in float32 whatever the type of `hidden`."""
-        wide = hidden.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._config.rms_norm_eps)
-        return (wide * scale).to(hidden.dtype) * weight
+        """Root mean square norm of float32 `hidden`, in the type of `weight`."""
+        scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self._config.rms_norm_eps)
+        return (hidden * scale * weight).to(weight.dtype)
 
 
 def _linear(inputs: Tensor, layer: Linear) -> Tensor:

@@ -22,32 +22,32 @@ output_indices = st.integers(0, 2**31 - 1)
     ],
     ids=["zeros", "ones", "pi"],
 )
-def test_words_equal_the_published_vectors(counter, key, expected):
+def test_words_equal_the_published_vectors(counter: list[int], key: list[int], expected: list[int]) -> None:
     words = philox4x32(np.array([counter], dtype=np.uint64), np.array([key], dtype=np.uint64))
     assert words.tolist() == [expected]
 
 
 @given(st.lists(st.tuples(seeds, output_indices), min_size=1, max_size=20))
-def test_a_rows_number_depends_on_the_row_alone(rows):
+def test_a_rows_number_depends_on_the_row_alone(rows: list[tuple[int, int]]) -> None:
     together = uniforms([seed for seed, _ in rows], [index for _, index in rows])
     alone = [uniforms([seed], [index])[0] for seed, index in rows]
     assert together.tolist() == alone
     assert all(0.0 <= number < 1.0 for number in alone)
 
 
-def test_b61_every_signed_64_bit_seed_is_a_key_of_its_own():
+def test_b61_every_signed_64_bit_seed_is_a_key_of_its_own() -> None:
     keys = [-(2**63), -(2**63) + 1, -1, 0, 1, 2**32, 2**63 - 1]
     assert len(set(uniforms(keys, [0] * len(keys)).tolist())) == len(keys)
 
 
-def test_numbers_of_one_seed_are_spread_evenly():
+def test_numbers_of_one_seed_are_spread_evenly() -> None:
     numbers = uniforms([7] * 16_000, list(range(16_000)))
     counts, _ = np.histogram(numbers, bins=16, range=(0.0, 1.0))
     chi_square = float(((counts - 1000.0) ** 2 / 1000.0).sum())
     assert chi_square < 37.7  # 15 degrees of freedom, one in a thousand
 
 
-def test_streams_and_neighbouring_seeds_do_not_repeat_each_other():
+def test_streams_and_neighbouring_seeds_do_not_repeat_each_other() -> None:
     indices = list(range(1000))
     columns = [
         uniforms([1] * 1000, indices),
@@ -57,5 +57,5 @@ def test_streams_and_neighbouring_seeds_do_not_repeat_each_other():
     assert np.abs(np.corrcoef(columns) - np.eye(3)).max() < 0.1
 
 
-def test_no_rows_give_no_numbers():
+def test_no_rows_give_no_numbers() -> None:
     assert uniforms([], []).shape == (0,)

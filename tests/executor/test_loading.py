@@ -1,0 +1,413 @@
+"""What a model on disk may look like, and the sentence that refuses what it may not."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
+
+from executor.model import ModelError
+from executor.model.checkpoint import open_checkpoint, tokenizer_fingerprint
+from executor.model.weights import ModelWeights, load_weights
+from tests.executor.numerics import load, one_shot_logits
+from tests.rig import tiny_model
+
+TEXT = list(b"all files of the model have a say")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_model.build(tmp_path / "model")
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change entries of the JSON object in `path`; None removes one."""
+    value = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: entry for name, entry in value.items() if entry is not None}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Rewrite the folder's tensors after `change(tensors)`."""
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def split_into_shards(folder: Path, count: int = 3) -> tuple[list[str], dict[str, str]]:
+    """Rewrite the folder with `count` shards and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    weight_map = {name: names[place % count] for place, name in enumerate(tensors)}
+    for shard in names:
+        save_file(
+            {name: tensors[name].clone() for name in tensors if weight_map[name] == shard}, folder / shard
+        )
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return names, weight_map
+
+
+def weights(path: Path) -> ModelWeights:
+    return load_weights(open_checkpoint(path), torch.float32, torch.device("cpu"))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as raised:
+        weights(path)
+    sentence = str(raised.value)
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    return sentence
+
+
+# --- paths and files ------------------------------------------------------------------------------
+
+
+def test_b120_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    assert f"{tmp_path / 'nowhere'} does not exist" in refusal(tmp_path / "nowhere")
+
+
+def test_b120_a_file_in_place_of_a_folder_is_refused(folder: Path) -> None:
+    assert "give a Hugging Face folder or a GGUF file" in refusal(folder / "config.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_b120_a_broken_settings_file_is_named(name: str, text: str, folder: Path) -> None:
+    (folder / name).write_bytes(text.encode("latin-1"))
+    assert name in refusal(folder)
+
+
+def test_b115_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    assert "config.json does not exist" in refusal(tmp_path)
+
+
+def test_b115_a_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
+def test_truncated_safetensors_are_refused(keep: int, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "model.safetensors cannot be read as safetensors" in refusal(folder)
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def test_shards_load_as_one_file_does(folder: Path) -> None:
+    whole = one_shot_logits(load(folder), TEXT)
+    split_into_shards(folder)
+    assert torch.equal(one_shot_logits(load(folder), TEXT), whole)
+
+
+def test_b115_a_missing_shard_is_named(folder: Path) -> None:
+    names, _ = split_into_shards(folder)
+    (folder / names[1]).unlink()
+    assert names[1] in refusal(folder)
+
+
+def test_b115_a_tensor_that_its_shard_does_not_have_is_named(folder: Path) -> None:
+    names, weight_map = split_into_shards(folder)
+    name = next(name for name, shard in weight_map.items() if shard == names[0])
+    edit_json(folder / "model.safetensors.index.json", weight_map=weight_map | {name: names[2]})
+    assert name in refusal(folder)
+
+
+def test_an_index_cannot_reach_outside_of_its_folder(folder: Path) -> None:
+    _, weight_map = split_into_shards(folder)
+    stray = dict.fromkeys(weight_map, "../elsewhere.safetensors")
+    edit_json(folder / "model.safetensors.index.json", weight_map=stray)
+    assert "not a plain file name" in refusal(folder)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def test_b115_an_extra_tensor_is_a_warning(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"model.stranger.weight": torch.ones(3)}))
+    with capture_logs() as logs:
+        weights(folder)
+    warning = next(line for line in logs if line["log_level"] == "warning")
+    assert "model.stranger.weight" in warning["reason"]
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "tensor model.layers.1.mlp.up_proj.weight is missing" in refusal(folder)
+
+
+def test_many_missing_tensors_are_counted(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=4)
+    assert "and 15 more are missing" in refusal(folder)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
+    edit_json(folder / "config.json", intermediate_size=100)
+    assert "model.layers.0.mlp.gate_proj.weight has shape [128, 64]" in refusal(folder)
+    assert "needs [100, 64]" in refusal(folder)
+
+
+def test_tensors_of_whole_numbers_are_refused(folder: Path) -> None:
+    name = "model.norm.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.ones(64, dtype=torch.int8)}))
+    assert f"tensor {name} holds torch.int8" in refusal(folder)
+
+
+def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors[name].view(-1)[77:78].fill_(float("nan")))
+    assert f"tensor {name} holds numbers that are not finite" in refusal(folder)
+
+
+def test_b114_no_head_and_not_tied_is_refused(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "no output head" in refusal(folder)
+
+
+def test_b114_a_head_beside_tied_embeddings_loads_when_it_is_the_same(tmp_path: Path) -> None:
+    folder = tiny_model.build(tmp_path, tie_word_embeddings=True)
+
+    def add_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    edit_tensors(folder, add_head)
+    loaded = weights(folder)
+    assert loaded.head is loaded.embeddings
+
+
+def test_b114_a_head_beside_tied_embeddings_is_refused_when_it_differs(folder: Path) -> None:
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    assert "lm_head.weight differs" in refusal(folder)
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "supported: LlamaForCausalLM"),
+        ({"architectures": None}, "supported: LlamaForCausalLM"),
+        ({"architectures": 7}, "supported: LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"eos_token_id": 272}, "end token id 272 is outside of the vocabulary of 272 tokens"),
+        ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_is_refused_by_name(
+    changes: dict[str, Any], expected: str, folder: Path
+) -> None:
+    edit_json(folder / "config.json", **changes)
+    assert expected in refusal(folder)
+
+
+def test_b117_heads_that_cannot_be_shared_out_name_both_numbers(folder: Path) -> None:
+    edit_json(folder / "config.json", num_attention_heads=8, num_key_value_heads=3)
+    sentence = refusal(folder)
+    assert "8 attention heads" in sentence
+    assert "3 key-value heads" in sentence
+
+
+def test_b117_a_hidden_size_that_heads_do_not_divide_names_both_numbers(folder: Path) -> None:
+    edit_json(folder / "config.json", num_attention_heads=6, head_dim=None)
+    sentence = refusal(folder)
+    assert "hidden_size 64" in sentence
+    assert "num_attention_heads 6" in sentence
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (
+            {"type": "foo", "factor": 2.0},
+            "'foo' is not supported; supported: default, linear, dynamic, llama3",
+        ),
+        ({"rope_type": "yarn", "factor": 2.0}, "'yarn' is not supported"),
+        ({"rope_type": 3}, "3 is not supported"),
+        ({"type": "linear", "rope_type": "llama3", "factor": 2.0}, "they must agree"),
+        ({"factor": 2.0}, "no rope_type"),
+        ({"type": "linear"}, "factor is missing"),
+        ({"type": "linear", "factor": 0}, "factor is 0"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}, "must be less"),
+        ([1], "rope_scaling is [1]"),
+    ],
+)
+def test_b116_rope_settings_that_are_not_understood_are_refused(
+    scaling: Any, expected: str, folder: Path
+) -> None:
+    edit_json(folder / "config.json", rope_scaling=scaling)
+    assert expected in refusal(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float64"])
+def test_b119_a_number_type_that_is_not_served_is_refused(dtype: str, folder: Path) -> None:
+    with pytest.raises(ModelError, match=rf"'{dtype}' is not supported on cpu; supported: float32, bfloat16"):
+        load(folder, dtype=dtype)
+
+
+# --- end tokens and vocabulary --------------------------------------------------------------------
+
+
+def test_b118_all_files_say_which_tokens_end(folder: Path) -> None:
+    edit_json(folder / "config.json", eos_token_id=2)
+    edit_json(folder / "generation_config.json", eos_token_id=[2, 7])
+    edit_json(folder / "tokenizer_config.json", eos_token={"content": "<|im_start|>"})
+    assert open_checkpoint(folder).eos_token_ids == (2, 7, 258)
+
+
+def test_a_folder_without_tokenizer_and_generation_config_loads(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).unlink()
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.eos_token_ids == (257,)
+    assert tokenizer_fingerprint(checkpoint.token_texts) == ""
+
+
+def test_tokenizer_fingerprint_is_over_texts_in_id_order(folder: Path) -> None:
+    texts = [*tiny_model.byte_alphabet(), *tiny_model.SPECIAL_TOKENS]
+    expected = hashlib.sha256(b"".join(text.encode() + b"\0" for text in texts)).hexdigest()
+    assert tokenizer_fingerprint(open_checkpoint(folder).token_texts) == expected
+
+
+def test_model_fingerprint_tells_weights_apart_and_not_folders(tmp_path: Path) -> None:
+    first, same, other = (
+        weights(tiny_model.build(tmp_path / name, seed=seed)).fingerprint
+        for name, seed in (("first", 0), ("same", 0), ("other", 1))
+    )
+    assert first == same != other
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+
+def neighbours_from_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """The order in which llama.cpp stores query and key rows (its converter's `permute`)."""
+    head_dim = rows.shape[0] // num_heads
+    return rows.reshape(num_heads, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    scaling: gguf.RopeScalingType | None = None,
+    rope_divisors: list[float] | None = None,
+) -> Path:
+    """The tiny folder as a float32 GGUF file."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*tiny_model.byte_alphabet(), *tiny_model.SPECIAL_TOKENS])
+    writer.add_eos_token_id(tiny_model.EOS_ID)
+    writer.add_eot_token_id(tiny_model.IM_END_ID)
+    if scaling is not None:
+        writer.add_rope_scaling_type(scaling)
+        writer.add_rope_scaling_factor(4.0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        rows = tensor.numpy()
+        if "q_proj" in name:
+            rows = neighbours_from_halves(rows, config["num_attention_heads"])
+        if "k_proj" in name:
+            rows = neighbours_from_halves(rows, config["num_key_value_heads"])
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(rows))
+    if rope_divisors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_heads": 9, "num_kv_heads": 3, "hidden_size": 144},
+        {"attention_bias": True},
+    ],
+    ids=["untied", "tied", "nine_heads", "bias"],
+)
+def test_a_gguf_file_equals_the_folder_it_was_made_from(shape: dict[str, Any], tmp_path: Path) -> None:
+    folder = tiny_model.build(tmp_path / "model", **shape)
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    from_folder, from_file = load(folder), load(path)
+    expected = one_shot_logits(from_folder, TEXT)
+    assert torch.equal(one_shot_logits(from_file, TEXT), expected)
+    assert from_file.fingerprints == from_folder.fingerprints
+    assert from_file.eos_token_ids == from_folder.eos_token_ids == (257, 259)
+    assert from_file.max_seq_len == from_folder.max_seq_len
+
+
+def test_linear_scaling_of_a_gguf_file_equals_the_folders(tmp_path: Path) -> None:
+    scaled = tiny_model.build(tmp_path / "model", rope_scaling={"type": "linear", "factor": 4.0})
+    path = write_gguf(scaled, tmp_path / "model.gguf", scaling=gguf.RopeScalingType.LINEAR)
+    expected = one_shot_logits(load(scaled), TEXT)
+    assert torch.equal(one_shot_logits(load(path), TEXT), expected)
+
+
+def test_frequency_divisors_of_a_gguf_file_scale_as_linear_does(tmp_path: Path) -> None:
+    scaled = tiny_model.build(tmp_path / "model", rope_scaling={"type": "linear", "factor": 4.0})
+    path = write_gguf(scaled, tmp_path / "model.gguf", rope_divisors=[4.0] * 8)
+    expected = one_shot_logits(load(scaled), TEXT)
+    assert torch.equal(one_shot_logits(load(path), TEXT), expected)
+
+
+def test_scaling_of_a_gguf_file_that_is_not_known_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(folder, tmp_path / "model.gguf", scaling=gguf.RopeScalingType.YARN)
+    assert "'yarn' is not supported; supported: none, linear" in refusal(path)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 3000, -100])
+def test_a_truncated_gguf_file_is_refused(keep: int, folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "cannot be read as GGUF" in refusal(path)
+
+
+def test_a_foreign_file_named_gguf_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = shutil.copy(folder / "model.safetensors", tmp_path / "model.gguf")
+    assert "cannot be read as GGUF" in refusal(path)
+
+
+def test_a_gguf_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_tensor("token_embd.weight", np.ones((4, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "architecture 'gemma3' is not supported; supported: llama" in refusal(path)
