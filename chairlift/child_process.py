@@ -105,9 +105,10 @@ class ChildProcess:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                self._process.send_signal(number)
+        # Not asyncio's send_signal: that polls first, and takes the exit code away from who waits for it.
+        if self._process is not None and not self.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def _read_stdout(self, stream: asyncio.StreamReader) -> None:
         async for line in stream:

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import string
 import sys
 import tempfile
@@ -33,18 +34,18 @@ from rpc.errors import StartError
 NUM_SEATS = 4
 # Very different lengths: a word, a sentence, a story. The limit only keeps a small model from rambling.
 QUESTIONS = (
-    ("What is the capital of France?", 40),
-    ("Write a short story about a chairlift in the mountains.", 160),
-    ("What is 2 + 2?", 24),
-    ("Explain how rain forms, step by step.", 120),
-    ("Name one colour of the rainbow.", 24),
-    ("List ten animals that live in the sea.", 100),
-    ("Who wrote Romeo and Juliet?", 32),
-    ("Write a poem of eight lines about the moon.", 120),
-    ("What is the opposite of hot?", 24),
-    ("How do I boil an egg?", 140),
-    ("In which year did people first walk on the moon?", 40),
-    ("Give three tips for learning a new language.", 140),
+    ("What is the capital of France?", 48),
+    ("Tell me a short story about a fox who learns to ski.", 160),
+    ("What is 2 + 2?", 48),
+    ("Explain how rain forms, step by step.", 128),
+    ("Which season comes after winter?", 48),
+    ("Why is the sky blue?", 128),
+    ("Who wrote Romeo and Juliet?", 48),
+    ("What should I pack for a day of hiking?", 128),
+    ("What is the opposite of hot?", 48),
+    ("Explain what a computer does.", 128),
+    ("How many days are there in a week?", 48),
+    ("Give three tips for learning a new language.", 160),
 )
 LETTERS = tuple(string.ascii_uppercase[: len(QUESTIONS)])
 _WARM_UP = "demo-warm-up"
@@ -112,7 +113,7 @@ async def _service(model: str, dtype: str, batching: str, console: Console) -> A
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "chairlift.child", str(os.getpid()), "chairlift", "serve"),
             *("--model", model, "--dtype", dtype, "--batching", batching, "--max-num-seqs", str(NUM_SEATS)),
-            *("--listen", str(address), "--log-level", "warning"),
+            *("--listen", str(address), "--log-level", "error"),
             stdout=asyncio.subprocess.PIPE,
             process_group=0,
         )
@@ -128,7 +129,7 @@ async def _service(model: str, dtype: str, batching: str, console: Console) -> A
             yield address
         finally:
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+                os.kill(process.pid, signal.SIGTERM)
             code = await process.wait()
         if code != 0:
             raise StartError(f"the service ended with exit code {code}")

@@ -61,8 +61,11 @@ class Seats:
         present = {member.seq_id for member in step.members}
         left = []
         for seat, member in enumerate(self._seats):
-            # After a gap the story is unknown: who has no row now may have left in it.
-            if member and member.seq_id not in present and (member.seq_id in step.left or step.num_dropped):
+            if member is None or member.seq_id in present:
+                continue
+            # Nobody tells of padding that leaves, but it has a row in every step. After a gap the story is
+            # unknown: who has no row now may have left in it.
+            if member.seq_id in step.left or member.padding or step.num_dropped:
                 self._seats[seat] = None
                 left.append(member.name)
         seated = {member.seq_id for member in self._seats if member}
@@ -82,7 +85,7 @@ class Seats:
 
 
 def picture(steps: Iterable[Step], *, num_seats: int, letters: Mapping[str, str]) -> list[Row]:
-    """The rows of a run; members go by their letters, and those without one are left out."""
+    """The rows of a run; members go by their letters, padding by small ones; others are left out."""
     seats = Seats(num_seats)
     rows = [seats.take(_lettered(step, letters)) for step in steps]
     return [row for row in rows if row is not None]
@@ -90,7 +93,11 @@ def picture(steps: Iterable[Step], *, num_seats: int, letters: Mapping[str, str]
 
 def _lettered(step: Step, letters: Mapping[str, str]) -> Step:
     members = tuple(
-        Member(member.seq_id, letters[member.name], member.padding)
+        Member(
+            member.seq_id,
+            letters[member.name].lower() if member.padding else letters[member.name],
+            member.padding,
+        )
         for member in step.members
         if member.name in letters
     )
