@@ -1,6 +1,6 @@
 """The main job in figures: start, throughput by width, iteration-level against request-level, plan bytes.
 
-    python bench/main_job.py [--model smollm2] [--out bench/results/main_job.json] [PART …]
+    python -m bench.main_job [--model smollm2] [--out bench/results/main_job.json] [PART …]
 
 Parts: start, throughput, batching; all of them when none is named. Everything goes through all three
 processes over gRPC, with the generator on the same cores. Figures are medians; rounds alternate.
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stack import Run, Work, load, service
+from bench.stack import Run, Work, load, service
 
 VOCAB_SIZE = 49_152
 WIDTHS = (1, 8, 32, 64)
