@@ -1,0 +1,32 @@
+"""Fixtures of every test: the tiny model, the oracle, and what the processes of a failing test had to say."""
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.rig import cluster, tiny_model
+from tests.rig.oracle import Oracle
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny float32 model of the rig: one byte is one token."""
+    return tiny_model.build(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny_model_folder: Path) -> Oracle:
+    """What the tiny model says when it is asked alone."""
+    return Oracle(tiny_model_folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failing test shows the logs of the clusters that run beside it."""
+    report = yield
+    if report.failed:
+        report.sections += [(f"processes in {one.folder}", one.logs()) for one in cluster.LIVE]
+    return report
