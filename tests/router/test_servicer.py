@@ -479,6 +479,26 @@ async def test_a_scheduler_that_breaks_the_protocol_loses_its_stream_and_nothing
         assert (await call).choices[0].text == "ab"
 
 
+async def test_a_client_that_asks_again_with_the_seed_it_was_told_gets_the_rest(start: Start) -> None:
+    async with start(recovery_timeout_seconds=0) as rig:
+        request = text_request()
+        first = rig.stub.Generate(request)
+        submit = await rig.scheduler.submitted()
+        await rig.scheduler.give(submit, list("aé".encode())[:2])  # it breaks in the middle of a character
+        events = [await first.read() for _ in range(3)]
+        rig.scheduler.break_streams()
+        assert (await failure(first)).code() is grpc.StatusCode.UNAVAILABLE
+        shown = text_of(events)
+        request.sampling.seed = events[0].accepted.seed
+        await rig.serving()
+        again = rig.stub.Generate(request)
+        repeated = await rig.scheduler.submitted(2)
+        assert repeated.sampling == submit.sampling
+        assert not repeated.output_token_ids
+        await rig.scheduler.give(repeated, [*"aéb".encode(), 257], finish=STOP)
+        assert text_of(await collect(again)) == shown + "éb"
+
+
 # --- the door ---------------------------------------------------------------------------------------
 
 
