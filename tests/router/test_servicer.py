@@ -240,21 +240,35 @@ async def test_logprobs_come_with_their_tokens(start: Start) -> None:
         assert [row for delta in deltas(events) for row in delta.logprobs] == rows
 
 
-async def test_b88_a_reader_that_is_slow_gets_few_large_deltas(start: Start) -> None:
-    async with start(ScriptedScheduler(max_total_tokens=60_000)) as rig:
-        call = rig.stub.Generate(text_request(sampling=Sampling(max_tokens=50_000)))
+class SlowReader:
+    """A call whose client takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.events: list[GenerateEvent] = []
+        self.reads = asyncio.Event()
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def write(self, event: GenerateEvent) -> None:
+        await self.reads.wait()
+        self.events.append(event)
+
+
+async def test_b88_what_a_slow_reader_has_not_taken_is_one_delta(start: Start) -> None:
+    async with start() as rig:
+        reader = SlowReader()
+        call = asyncio.create_task(rig.servicer.Generate(text_request(), reader))  # type: ignore[arg-type]
         submit = await rig.scheduler.submitted()
-        for _ in range(500):
-            await rig.scheduler.give(submit, [97] * 100)
-        await rig.scheduler.send(
-            scheduler_pb2.StepOutput(
-                finished=[scheduler_pb2.SequenceFinished(handle=submit.handle, reason=LENGTH)]
-            )
-        )
-        await eventually(lambda: 501 in rig.scheduler.acks)  # the router took it in while nobody read
-        events = await collect(call)
-        assert text_of(events) == "a" * 50_000
-        assert len(deltas(events)) < 500
+        for _ in range(100):
+            await rig.scheduler.give(submit, list(b"abc"))
+        await rig.scheduler.give(submit, [257], finish=STOP)
+        await rig.scheduler.until(lambda: 101 in rig.scheduler.acks)  # taken in while nobody read
+        reader.reads.set()
+        await call
+        assert text_of(reader.events) == "abc" * 100
+        assert len(deltas(reader.events)) == 1
+        await rig.quiet()
 
 
 async def test_b28_a_second_request_of_a_live_id_is_refused_and_the_first_untouched(start: Start) -> None:
