@@ -13,6 +13,8 @@ Log-probabilities are those of the model's raw distribution, before masks, tempe
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,6 +26,9 @@ from executor.sequences import Sampled, TokenLogprobs
 
 NOT_FINITE = "the model's logits for this sequence are not numbers (NaN or infinite): it cannot be continued"
 ALL_MASKED = "every token is excluded for this sequence: none can be chosen"
+
+NUM_CANDIDATES: Final = 1024
+"""Tokens that are sorted before the whole vocabulary is."""
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
@@ -86,6 +91,20 @@ def likelihoods(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> T
     return ((logits - highest[:, None]) / temperatures.clamp(min=smallest)[:, None]).exp()
 
 
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """The filters of R rows, one column `[R, 1]` each; float64, in which top-k is exact as well."""
+
+    top_k: Tensor
+    """the vocabulary's size where it is off"""
+    top_p: Tensor
+    min_p: Tensor
+
+    def of(self, rows: Tensor) -> "Filters":
+        """Those of `rows` (int64) alone."""
+        return Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+
 def filtered(weights: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """`weights` with zeros for the tokens that top-k, top-p and min-p remove."""
     vocab_size = weights.shape[-1]
@@ -102,20 +121,54 @@ def filtered(weights: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=weights.device)[:, None]
 
+    filters = Filters(
+        top_k=column([top_ks[i] for i in picked]),
+        top_p=column([rows[i].params.top_p for i in picked]),
+        min_p=column([rows[i].params.min_p for i in picked]),
+    )
     index = torch.tensor(picked, device=weights.device)
-    ordered, token_ids = weights[index].sort(dim=-1, descending=True, stable=True)
-    places = torch.arange(vocab_size, device=weights.device)
-    within_top_k = places < column([top_ks[i] for i in picked])
+    return weights.index_copy(0, index, filtered_rows(weights[index], filters))
+
+
+def filtered_rows(weights: Tensor, filters: Filters) -> Tensor:
+    """`weights` with zeros for the tokens that `filters` remove.
+
+    Sorting a vocabulary is the dearest part of sampling, and the tokens that stay are mostly few. So the most
+    likely ones are sorted first, and the whole vocabulary only for rows whose last token to stay is not among
+    them. Both ways keep the same tokens.
+    """
+    vocab_size = weights.shape[-1]
+    total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
+    kept = torch.zeros_like(weights)
+    unsettled = torch.arange(len(weights), device=weights.device)
+    if vocab_size > NUM_CANDIDATES:
+        # In id order before the stable sort, so that ties fall to the lower id here too.
+        token_ids = weights.topk(NUM_CANDIDATES, dim=-1, sorted=False).indices.sort(dim=-1).values
+        ordered, order = weights.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
+        staying = stays(ordered, filters, total, vocab_size)
+        kept.scatter_(1, token_ids.gather(1, order), ordered * staying)
+        # Tokens left out may tie with the least of these, or follow it.
+        unsettled = (staying & (ordered == ordered[:, -1:])).any(dim=-1).nonzero().squeeze(-1)
+    if len(unsettled):
+        ordered, token_ids = weights[unsettled].sort(dim=-1, descending=True, stable=True)
+        staying = stays(ordered, filters.of(unsettled), total[unsettled], vocab_size)
+        kept[unsettled] = torch.zeros_like(ordered).scatter_(1, token_ids, ordered * staying)
+    return kept
+
+
+def stays(ordered: Tensor, filters: Filters, total: Tensor, vocab_size: int) -> Tensor:
+    """Which of the weights `ordered`, most likely tokens first, the filters leave: bool, of their shape.
+
+    `total` `[R, 1]` is the sum over the whole vocabulary.
+    """
+    places = torch.arange(ordered.shape[-1], device=ordered.device)
+    within_top_k = places < filters.top_k
     mass = torch.where(within_top_k, ordered, 0.0).cumsum(dim=-1, dtype=torch.float64)
-    top_p = column([rows[i].params.top_p for i in picked])
-    # A token is needed as long as those before it do not reach top_p. At 1 all are, whatever the sums round
-    # to.
-    before = mass - ordered
-    within_top_p = (before < top_p * mass[:, -1:]) | (top_p >= 1)
-    within_min_p = ordered >= column([rows[i].params.min_p for i in picked]) * ordered[:, :1]
-    keep = (within_top_k & within_top_p & within_min_p) | (places == 0)
-    kept = torch.zeros_like(ordered).scatter_(1, token_ids, torch.where(keep, ordered, 0.0))
-    return weights.index_copy(0, index, kept)
+    whole = torch.where(filters.top_k < vocab_size, mass[:, -1:], total)
+    # A token is needed as long as those before it do not reach top_p. At 1 all are, whatever sums round to.
+    within_top_p = (mass - ordered < filters.top_p * whole) | (filters.top_p >= 1)
+    within_min_p = ordered >= filters.min_p * ordered[:, :1]
+    return (within_top_k & within_top_p & within_min_p) | (places == 0)
 
 
 def logprobs(

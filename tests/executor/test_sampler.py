@@ -258,3 +258,32 @@ def test_alternatives_are_the_k_most_likely_in_order(logits: list[int], num_top:
     order = sorted(range(len(logits)), key=lambda token_id: (-logits[token_id], token_id))
     assert report.top_token_ids == tuple(order[:num_top])
     assert report.rank == 1 + order.index(report.token_id)
+
+
+# --- candidates -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    levels=st.integers(1, 40),
+    rows=st.lists(sampling, min_size=1, max_size=6),
+    num_candidates=st.integers(1, 80),
+    seed=st.integers(0, 1000),
+)
+def test_sorting_few_candidates_first_keeps_the_same_tokens(
+    levels: int, rows: list[dict[str, Any]], num_candidates: int, seed: int
+) -> None:
+    weights = torch.from_numpy(np.random.default_rng(seed).integers(1, levels + 1, (len(rows), 64)) / levels)
+    params = [row(**options) for options in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "NUM_CANDIDATES", 64)
+        whole = sampler.filtered(weights.float(), params)
+        patch.setattr(sampler, "NUM_CANDIDATES", num_candidates)
+        assert torch.equal(sampler.filtered(weights.float(), params), whole)
+
+
+def test_a_flat_distribution_over_a_large_vocabulary_keeps_more_than_the_candidates() -> None:
+    weights = torch.ones(2, 3 * sampler.NUM_CANDIDATES)
+    kept = sampler.filtered(weights, [row(top_p=0.5), row(top_k=2 * sampler.NUM_CANDIDATES)])
+    assert kept[0].nonzero().squeeze(-1).tolist() == list(range(3 * sampler.NUM_CANDIDATES // 2))
+    assert kept[1].nonzero().squeeze(-1).tolist() == list(range(2 * sampler.NUM_CANDIDATES))
