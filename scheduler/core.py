@@ -128,6 +128,7 @@ class SchedulerCore:
             return None
         event = Event.EXPIRE if reason is FinishReason.DEADLINE else Event.ABORT
         self._end(seq, Finish(reason), event, now)
+        self.forget(seq)  # its key is free at once: who gave it up will not come back for it
         return seq
 
     def orphan(self, seq: Sequence, now: float) -> None:

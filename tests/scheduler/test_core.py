@@ -634,3 +634,15 @@ def test_plans_keep_what_they_said_when_sequences_go_on() -> None:
         h.step()
     assert (list(first.admitted[0].token_ids), list(first.admitted[0].block_ids)) == said
     assert len(seq.block_table) > len(said[1])
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.ABORT, FinishReason.DEADLINE])
+def test_the_key_of_a_cancelled_request_is_free_at_once(reason: FinishReason) -> None:
+    h = Harness()
+    old = h.submit("A", prompt(4), 20, body_digest=b"one", ignore_eos=True)
+    h.step()
+    h.core.cancel(old.request.key, reason, h.now)
+    new = h.submit("A", prompt(6), 9, body_digest=b"two")
+    assert new is not old
+    h.run_to_end()
+    h.check_outputs()
