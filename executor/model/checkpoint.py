@@ -41,20 +41,21 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a Hugging Face folder or a GGUF file. Raises `ModelError`."""
+    """Open a Hugging Face folder, a GGUF file, or a folder with one GGUF file. Raises `ModelError`."""
+    from executor.model.gguf_file import open_gguf
+    from executor.model.hugging_face import open_folder
+
     if not path.exists():
         raise ModelError(f"model path {path} does not exist.")
     if path.is_dir():
-        from executor.model.hugging_face import open_folder
-
-        return open_folder(path)
+        gguf_paths = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        if len(gguf_paths) > 1:
+            names = ", ".join(each.name for each in gguf_paths)
+            raise ModelError(f"{path} holds {len(gguf_paths)} GGUF files ({names}): name the one to serve.")
+        return open_gguf(gguf_paths[0], path / "generation_config.json") if gguf_paths else open_folder(path)
     if path.suffix == ".gguf":
-        from executor.model.gguf_file import open_gguf
-
         return open_gguf(path)
-    raise ModelError(
-        f"model path {path} is a file but no .gguf file: give a Hugging Face folder or a GGUF file."
-    )
+    raise ModelError(f"{path} is a file but no .gguf file: give a Hugging Face folder or a GGUF file.")
 
 
 def checked_eos_ids(eos_ids: set[int], vocab_size: int, path: Path) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from executor.model.checkpoint import Checkpoint, StoredTensor, checked_eos_ids
 from executor.model.config import ModelConfig, RopeScaling, integer, number
 from executor.model.errors import ModelError
+from executor.model.json_files import eos_token_ids
 
 _TOP_LEVEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -50,8 +51,11 @@ class _Reader(gguf.GGUFReader):
         self._data = np.asarray(mapped)
 
 
-def open_gguf(path: Path) -> Checkpoint:
-    """Open the file `path`. Raises `ModelError`."""
+def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
+    """Open the file `path`. Raises `ModelError`.
+
+    `generation_config` is the JSON file beside it, if it lies in a folder: its end tokens count as well.
+    """
     try:
         reader = _Reader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -61,6 +65,8 @@ def open_gguf(path: Path) -> Checkpoint:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     config = config_from_metadata(metadata, stored, path)
     eos_ids = {int(metadata[key]) for key in _EOS_KEYS if key in metadata}
+    if generation_config is not None:
+        eos_ids |= eos_token_ids(generation_config)
     return Checkpoint(
         path=path,
         config=config,

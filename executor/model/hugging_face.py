@@ -4,7 +4,6 @@ Files are mapped into memory; a tensor is read when the weights are filled. Plai
 of the tokenizer here: its vocabulary and its end token.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from executor.model.checkpoint import Checkpoint, StoredTensor, checked_eos_ids
 from executor.model.config import from_config_json
 from executor.model.errors import ModelError
+from executor.model.json_files import eos_token_ids, optional_json, read_json
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
@@ -22,21 +22,18 @@ _SINGLE_NAME = "model.safetensors"
 
 def open_folder(folder: Path) -> Checkpoint:
     """Open `folder`. Raises `ModelError`."""
-    raw_config = read_json(folder / "config.json")
-    config = from_config_json(raw_config)
+    config = from_config_json(read_json(folder / "config.json"))
     tokens = vocabulary(folder)
-    raw_generation = optional_json(folder / "generation_config.json")
-    raw_tokenizer_config = optional_json(folder / "tokenizer_config.json")
     eos_ids = (
-        listed_ids(raw_config.get("eos_token_id"), folder / "config.json")
-        | listed_ids(raw_generation.get("eos_token_id"), folder / "generation_config.json")
-        | tokenizer_eos_ids(raw_tokenizer_config, tokens)
+        eos_token_ids(folder / "config.json")
+        | eos_token_ids(folder / "generation_config.json")
+        | tokenizer_eos_ids(optional_json(folder / "tokenizer_config.json"), tokens)
     )
     return Checkpoint(
         path=folder,
         config=config,
         eos_token_ids=checked_eos_ids(eos_ids, config.vocab_size, folder),
-        token_texts=tuple(text for text, _ in sorted(tokens.items(), key=lambda token: token[1])),
+        token_texts=texts_in_id_order(tokens),
         tensors=stored_tensors(folder),
     )
 
@@ -117,35 +114,15 @@ def vocabulary(folder: Path) -> dict[str, int]:
     return tokens
 
 
+def texts_in_id_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
+    """One text for each id that has a token; an added token's where it has another one beside."""
+    texts = {token_id: text for text, token_id in tokens.items()}
+    return tuple(text for _, text in sorted(texts.items()))
+
+
 def tokenizer_eos_ids(raw_tokenizer_config: Mapping[str, Any], tokens: Mapping[str, int]) -> set[int]:
     """The id of tokenizer_config.json's `eos_token`, which is a text or an object with a `content`."""
     eos_token = raw_tokenizer_config.get("eos_token")
     if isinstance(eos_token, Mapping):
         eos_token = eos_token.get("content")
     return {tokens[eos_token]} if isinstance(eos_token, str) and eos_token in tokens else set()
-
-
-def listed_ids(value: Any, path: Path) -> set[int]:
-    """The ids in an `eos_token_id` entry: absent, one number, or a list. Raises `ModelError`."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
-        raise ModelError(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of token ids.")
-    return set(ids)
-
-
-def optional_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty when there is no such file. Raises `ModelError`."""
-    return read_json(path) if path.exists() else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`. Raises `ModelError`."""
-    if not path.exists():
-        raise ModelError(f"{path} does not exist: {path.parent} is not a Hugging Face model folder.")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object.")
-    return value

@@ -402,6 +402,24 @@ def test_a_foreign_file_named_gguf_is_refused(folder: Path, tmp_path: Path) -> N
     assert "cannot be read as GGUF" in refusal(path)
 
 
+def test_a_folder_with_one_gguf_file_is_that_file(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "pulled"
+    place.mkdir()
+    path = write_gguf(folder, place / "model.gguf")
+    assert weights(place).fingerprint == weights(path).fingerprint
+    (place / "generation_config.json").write_text('{"eos_token_id": [7, 257]}')
+    assert open_checkpoint(place).eos_token_ids == (7, 257, 259)
+    assert open_checkpoint(path).eos_token_ids == (257, 259)
+
+
+def test_a_folder_with_two_gguf_files_asks_which(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "pulled"
+    place.mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        write_gguf(folder, place / name)
+    assert "2 GGUF files (a.gguf, b.gguf)" in refusal(place)
+
+
 def test_a_gguf_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "gemma3")
