@@ -1,0 +1,209 @@
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from chairlift import conformance
+from chairlift.conformance import CHECKS, Outcome, Verdict
+from protos.v1 import executor_pb2_grpc
+from rpc.address import AddressError
+from tests.rig import scripted_executor, service_process, tiny_model, toy_executor
+from tests.rig.scripted_executor import Script
+
+
+async def verdicts(address: str) -> tuple[int, dict[str, Outcome]]:
+    outcomes: list[Outcome] = []
+    code = await conformance.run(address, outcomes.append)
+    return code, {outcome.name: outcome for outcome in outcomes}
+
+
+def failures(outcomes: dict[str, Outcome]) -> list[str]:
+    return [f"{o.name}: {o.sentence}" for o in outcomes.values() if o.verdict is Verdict.FAILED]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+async def test_the_scripted_executor_conforms(tmp_path: Path, window: int) -> None:
+    with scripted_executor.running(Script(window=window), tmp_path) as executor:
+        code, outcomes = await verdicts(executor.address)
+    assert failures(outcomes) == []
+    assert (code, len(outcomes)) == (0, len(CHECKS))
+    skipped = {name for name, outcome in outcomes.items() if outcome.verdict is Verdict.SKIPPED}
+    assert skipped == (set() if window > 1 else {"window two", "ghosts"})
+
+
+async def test_the_toy_executor_written_from_the_protocols_page_conforms(tmp_path: Path) -> None:
+    with service_process.running("tests.rig.toy_executor", f"unix:{tmp_path}/toy.sock") as executor:
+        code, outcomes = await verdicts(executor.address)
+    assert failures(outcomes) == []
+    assert code == 0
+
+
+async def test_our_executor_conforms_with_a_real_model(tmp_path: Path) -> None:
+    flags = ["--model", str(tiny_model.build(tmp_path / "tiny")), "--listen", f"unix:{tmp_path}/e.sock"]
+    flags += ["--dtype", "float32", "--num-blocks", "256", "--num-threads", "1"]
+    with service_process.running("executor", *flags) as executor:
+        code, outcomes = await verdicts(executor.address)
+    assert failures(outcomes) == []
+    assert code == 0
+
+
+async def test_an_executor_that_takes_one_token_a_step_conforms_as_far_as_it_can_be_asked(
+    tmp_path: Path,
+) -> None:
+    script = Script(max_num_batched_tokens=1, max_num_seqs=1, block_size=1)
+    with scripted_executor.running(script, tmp_path) as executor:
+        code, outcomes = await verdicts(executor.address)
+    assert failures(outcomes) == []
+    assert code == 0
+    assert "needs 4 tokens a step" in outcomes["generates to length"].sentence
+
+
+# --- executors that do not conform ------------------------------------------------------------------
+
+
+def runs_duplicates_again(executor: toy_executor.ToyExecutor) -> None:
+    answer = toy_executor.Epoch.answer
+
+    def answer_anew(self: toy_executor.Epoch, plan: Any) -> Any:
+        if plan.step_id in self.kept:
+            del self.kept[plan.step_id]
+            self.last = plan.step_id - 1
+        return answer(self, plan)
+
+    toy_executor.Epoch.answer = answer_anew  # type: ignore[method-assign]
+
+
+def believes_any_position(executor: toy_executor.ToyExecutor) -> None:
+    check = toy_executor.check
+
+    def lenient(holds: bool, sentence: str) -> None:
+        if "positions_sum" not in sentence:
+            check(holds, sentence)
+
+    toy_executor.check = lenient
+
+
+def never_ends_at_a_stop_id(executor: toy_executor.ToyExecutor) -> None:
+    init = toy_executor.Sequence.__init__
+
+    def without_stops(self: toy_executor.Sequence, new: Any) -> None:
+        init(self, new)
+        self.ends = set()
+
+    toy_executor.Sequence.__init__ = without_stops  # type: ignore[method-assign]
+
+
+def reports_ghosts(executor: toy_executor.ToyExecutor) -> None:
+    run_row = toy_executor.Epoch.run_row
+
+    def run_row_of_ghost(self: toy_executor.Epoch, result: Any, sequence: Any, num_tokens: int) -> None:
+        if sequence.ended_step is not None:
+            result.seq_ids.append(sequence.new.seq_id)
+            result.num_sampled.append(0)
+        run_row(self, result, sequence, num_tokens)
+
+    toy_executor.Epoch.run_row = run_row_of_ghost  # type: ignore[method-assign]
+
+
+def lets_the_older_stream_live(executor: toy_executor.ToyExecutor) -> None:
+    end_streams = executor.end_streams
+
+    def only_at_open(status: grpc.StatusCode, before: int) -> None:
+        if status is not grpc.StatusCode.ABORTED:
+            end_streams(status, before)
+
+    executor.end_streams = only_at_open  # type: ignore[method-assign]
+
+
+def lets_anybody_in(executor: toy_executor.ToyExecutor) -> None:
+    open_ = executor.Open
+
+    async def open_to_all(request: Any, context: Any) -> Any:
+        executor.holder, executor.term = "", 0
+        return await open_(request, context)
+
+    executor.Open = open_to_all  # type: ignore[method-assign]
+
+
+@pytest.fixture
+async def start_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Starts a toy executor in this process, spoiled by a function; the toy's module is mended afterwards."""
+    for owner, name in [
+        (toy_executor.Epoch, "answer"),
+        (toy_executor.Epoch, "run_row"),
+        (toy_executor.Sequence, "__init__"),
+        (toy_executor, "check"),
+    ]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    server = grpc.aio.server()
+
+    async def start(spoil: Callable[[toy_executor.ToyExecutor], None]) -> str:
+        executor = toy_executor.ToyExecutor()
+        spoil(executor)
+        executor_pb2_grpc.add_ExecutorServicer_to_server(executor, server)
+        healthy: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        for name in ("", conformance.SERVICE_NAME):
+            await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+        address = f"unix:{tmp_path}/toy.sock"
+        server.add_insecure_port(address)
+        await server.start()
+        return address
+
+    yield start
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "failing"),
+    [
+        (runs_duplicates_again, "duplicate is answered once computed"),
+        (believes_any_position, "positions agree"),
+        (never_ends_at_a_stop_id, "stop id ends"),
+        (reports_ghosts, "ghosts"),
+        (lets_the_older_stream_live, "newest stream wins"),
+        (lets_anybody_in, "lower term is refused"),
+    ],
+)
+async def test_an_executor_that_breaks_a_rule_fails_the_check_of_that_rule(
+    start_toy: Callable[..., Awaitable[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[toy_executor.ToyExecutor], None],
+    failing: str,
+) -> None:
+    monkeypatch.setattr(conformance, "TIMEOUT_SECONDS", 1.0)
+    address = await start_toy(spoil)
+    code, outcomes = await verdicts(address)
+    assert code == 1
+    assert outcomes[failing].verdict is Verdict.FAILED
+    assert outcomes["plan without rows"].verdict is Verdict.PASSED
+
+
+async def test_no_executor_at_the_address_is_one_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conformance, "TIMEOUT_SECONDS", 1.0)
+    code, outcomes = await verdicts(f"unix:{tmp_path}/nobody.sock")
+    assert code == 1
+    assert list(outcomes) == ["open"]
+    assert "cannot be opened" in outcomes["open"].sentence
+
+
+async def test_a_word_that_is_no_address_is_an_error() -> None:
+    with pytest.raises(AddressError):
+        await conformance.run("nonsense", lambda _: None)
+
+
+async def test_the_command_prints_a_line_for_each_check_and_exits_with_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with service_process.running("tests.rig.toy_executor", f"unix:{tmp_path}/toy.sock") as executor:
+        code = await asyncio.to_thread(conformance.main, [executor.address])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert len(lines) == len(CHECKS) + 1
+    assert lines[-1] == "the executor conforms"

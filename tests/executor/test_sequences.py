@@ -1,0 +1,424 @@
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executor.sequences import (
+    INTERNAL,
+    INVALID_ARGUMENT,
+    BatchPlan,
+    FinishedSequence,
+    NewSequence,
+    PlanError,
+    Sampled,
+    SamplingParams,
+    SequenceTable,
+    StepResult,
+    TokenLogprobs,
+)
+from executor.stopping import FinishReason
+
+EOS = 9
+
+
+def table(**changes: Any) -> SequenceTable:
+    values: dict[str, Any] = {
+        "num_blocks": 32,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_seq_len": 40,
+        "vocab_size": 100,
+        "eos_token_ids": (EOS,),
+    }
+    return SequenceTable(**{**values, **changes})
+
+
+def new(
+    seq_id: int,
+    token_ids: Iterable[int] = (1, 2, 3),
+    *,
+    block_ids: Iterable[int] = (0, 1, 2),
+    num_prompt_tokens: int | None = None,
+    num_computed: int = 0,
+    **sampling: Any,
+) -> NewSequence:
+    token_ids = tuple(token_ids)
+    unsupported = sampling.pop("unsupported", ())
+    params = SamplingParams(**{"max_tokens": 8, **sampling})
+    num_prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    return NewSequence(seq_id, token_ids, num_prompt, num_computed, tuple(block_ids), params, unsupported)
+
+
+def plan(
+    step_id: int,
+    rows: dict[int, int] | None = None,
+    *,
+    positions_sum: int = 0,
+    acked: int | None = None,
+    **fields: Any,
+) -> BatchPlan:
+    rows = rows or {}
+    return BatchPlan(
+        epoch=1,
+        step_id=step_id,
+        acked_step_id=step_id - 1 if acked is None else acked,
+        seq_ids=tuple(rows),
+        num_tokens=tuple(rows.values()),
+        positions_sum=positions_sum,
+        **fields,
+    )
+
+
+def run(
+    t: SequenceTable, p: BatchPlan, *token_ids: int, errors: list[str | None] | None = None
+) -> StepResult:
+    """Apply a plan and commit `token_ids`, one for each sampling row in the plan's order."""
+    rows = t.apply(p)
+    sampling = [row.seq_id for row in rows if row.output_index is not None]
+    assert len(sampling) == len(token_ids), "the test must sample each sampling row"
+    sampled = Sampled(list(token_ids), [None] * len(token_ids), errors or [None] * len(token_ids))
+    return t.commit(p, sampling, sampled)
+
+
+# --- rows -------------------------------------------------------------------------------------------
+
+
+def test_a_row_carries_its_tokens_position_and_whole_block_table() -> None:
+    t = table()
+    (row,) = t.apply(plan(1, {5: 2}, admitted=(new(5, (7, 8, 6)),)))
+    assert (row.seq_id, row.token_ids, row.first_position) == (5, [7, 8], 0)
+    assert row.block_ids.tolist() == [0, 1, 2]
+    assert row.output_index is None
+
+
+def test_b22_a_prompt_samples_only_with_its_last_token() -> None:
+    t = table()
+    first = run(t, plan(1, {5: 2}, admitted=(new(5),)))
+    last = run(t, plan(2, {5: 1}, positions_sum=2), 42)
+    assert (first.seq_ids, first.num_sampled, first.token_ids) == ((5,), (0,), ())
+    assert (last.seq_ids, last.num_sampled, last.token_ids) == ((5,), (1,), (42,))
+
+
+def test_a_decode_computes_the_token_that_the_step_before_sampled() -> None:
+    t = table()
+    run(t, plan(1, {5: 3}, admitted=(new(5),)), 42)
+    (row,) = t.apply(plan(2, {5: 1}, positions_sum=3))
+    assert (row.token_ids, row.first_position, row.output_index) == ([42], 3, 1)
+
+
+def test_results_stand_in_the_plans_order_whatever_the_order_of_sampling() -> None:
+    t = table()
+    p = plan(1, {2: 3, 1: 2, 3: 3}, admitted=(new(1), new(2), new(3)))
+    t.apply(p)
+    result = t.commit(p, [3, 2], Sampled([33, 22], [None, None], [None, None]))
+    assert (result.seq_ids, result.num_sampled, result.token_ids) == ((2, 1, 3), (1, 0, 1), (22, 33))
+
+
+def test_a_plan_may_have_no_rows() -> None:
+    result = run(table(), plan(1))
+    assert (result.epoch, result.step_id, result.seq_ids) == (1, 1, ())
+
+
+def test_resumed_output_counts_and_the_prompt_is_the_clients() -> None:
+    t = table()
+    resumed = new(5, (1, 2, 3, 50, 51), num_prompt_tokens=3, max_tokens=4, min_tokens=3)
+    (row,) = t.apply(plan(1, {5: 5}, admitted=(resumed,)))
+    assert (row.output_index, row.masked_ids) == (2, (EOS,))
+    first = t.commit(plan(1), [5], Sampled([52], [None], [None]))
+    second = run(t, plan(2, {5: 1}, positions_sum=5), 53)
+    assert first.finished == ()
+    assert second.finished == (FinishedSequence(5, FinishReason.LENGTH),)
+
+
+def test_a_sequence_starts_where_its_computed_prefix_ends() -> None:
+    t = table()
+    (row,) = t.apply(plan(1, {5: 2}, positions_sum=4, admitted=(new(5, range(1, 7), num_computed=4),)))
+    assert (row.token_ids, row.first_position, row.output_index) == ([5, 6], 4, 0)
+
+
+def test_new_blocks_are_appended_in_order() -> None:
+    t = table()
+    run(t, plan(1, {1: 3, 2: 3}, admitted=(new(1, block_ids=[4]), new(2, block_ids=[5]))), 40, 41)
+    rows = t.apply(
+        plan(
+            2,
+            {1: 1, 2: 1},
+            positions_sum=6,
+            grown_seq_ids=(2, 1),
+            num_new_blocks=(2, 1),
+            new_block_ids=(7, 8, 6),
+        )
+    )
+    assert [row.block_ids.tolist() for row in rows] == [[4, 6], [5, 7, 8]]
+
+
+def test_logprobs_stand_with_their_sequence() -> None:
+    t = table()
+    p = plan(1, {1: 3, 2: 3}, admitted=(new(1), new(2, logprobs=1)))
+    t.apply(p)
+    chances = TokenLogprobs(41, -0.5, 1, (41,), (-0.5,))
+    result = t.commit(p, [1, 2], Sampled([40, 41], [None, chances], [None, None]))
+    assert result.logprobs == ((2, chances),)
+
+
+# --- ends and ghosts --------------------------------------------------------------------------------
+
+
+def test_b03_a_sequence_of_one_token_ends_in_the_step_of_its_prompt() -> None:
+    t = table()
+    result = run(t, plan(1, {5: 3}, admitted=(new(5, max_tokens=1),)), 42)
+    assert result.finished == (FinishedSequence(5, FinishReason.LENGTH),)
+    assert (t.num_sequences, t.num_ghosts) == (0, 1)
+
+
+@pytest.mark.parametrize(("ignore_eos", "ends"), [(False, True), (True, False)])
+def test_the_models_end_token_ends_unless_ignored(ignore_eos: bool, ends: bool) -> None:
+    result = run(table(), plan(1, {5: 3}, admitted=(new(5, ignore_eos=ignore_eos),)), EOS)
+    assert result.finished == ((FinishedSequence(5, FinishReason.STOP, EOS),) if ends else ())
+    assert result.token_ids == (EOS,)
+
+
+def test_b35_the_last_token_that_the_model_length_allows_ends_with_length() -> None:
+    t = table(max_seq_len=5)
+    first = run(t, plan(1, {5: 3}, admitted=(new(5),)), 40)
+    second = run(t, plan(2, {5: 1}, positions_sum=3), 41)
+    assert first.finished == ()
+    assert second.finished == (FinishedSequence(5, FinishReason.LENGTH),)
+
+
+def test_a_ghosts_row_reports_nothing_and_counts_in_positions_sum() -> None:
+    t = table()
+    run(t, plan(1, {1: 3, 2: 3}, admitted=(new(1), new(2))), EOS, 41)
+    result = run(t, plan(2, {1: 1, 2: 1}, positions_sum=6, acked=0), 42)
+    assert (result.seq_ids, result.token_ids, result.finished) == ((2,), (42,), ())
+
+
+def test_a_ghost_keeps_counting_while_its_end_is_unacknowledged() -> None:
+    t = table()
+    run(t, plan(1, {1: 3}, admitted=(new(1),)), EOS)
+    run(t, plan(2, {1: 1}, positions_sum=3, acked=0))
+    run(t, plan(3, {1: 1}, positions_sum=4, acked=0))
+
+
+def test_new_blocks_for_a_ghost_are_ignored() -> None:
+    t = table()
+    run(t, plan(1, {1: 3}, admitted=(new(1),)), EOS)
+    grown = {"grown_seq_ids": (1,), "num_new_blocks": (1,), "new_block_ids": (9,)}
+    run(t, plan(2, {1: 1}, positions_sum=3, acked=0, **grown))
+
+
+def test_an_acknowledged_ghost_is_unknown() -> None:
+    t = table()
+    run(t, plan(1, {1: 3}, admitted=(new(1),)), EOS)
+    with pytest.raises(PlanError, match="sequence 1 has a row and is not known"):
+        t.apply(plan(2, {1: 1}, positions_sum=3, acked=1))
+
+
+def test_acknowledging_forgets_ghosts_of_that_step_and_before_only() -> None:
+    t = table()
+    run(t, plan(1, {1: 3, 2: 3}, admitted=(new(1), new(2))), EOS, 41)
+    run(t, plan(2, {2: 1}, positions_sum=3, acked=0), EOS)
+    assert t.num_ghosts == 2
+    run(t, plan(3, acked=1))
+    assert t.num_ghosts == 1
+    run(t, plan(4, acked=2))
+    assert t.num_ghosts == 0
+
+
+def test_a_released_sequence_is_unknown_and_a_second_release_is_no_error() -> None:
+    t = table()
+    run(t, plan(1, {1: 3}, admitted=(new(1),)), 41)
+    run(t, plan(2, released_seq_ids=(1,)))
+    run(t, plan(3, released_seq_ids=(1, 77)))
+    assert t.num_sequences == 0
+    with pytest.raises(PlanError, match="not known"):
+        t.apply(plan(4, {1: 1}, positions_sum=3))
+
+
+def test_releases_come_before_admissions_so_that_a_victims_blocks_can_be_given_on() -> None:
+    t = table()
+    run(t, plan(1, {1: 3}, admitted=(new(1),)), 41)
+    result = run(t, plan(2, {2: 3}, released_seq_ids=(1,), admitted=(new(2),)), 43)
+    assert result.seq_ids == (2,)
+
+
+# --- one row's error --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad_id", [100, 101, 2**31 - 1, 2**32 - 1])
+def test_b97_a_token_id_outside_the_vocabulary_hurts_its_own_sequence_only(bad_id: int) -> None:
+    t = table()
+    result = run(t, plan(1, {1: 3, 2: 3}, admitted=(new(1, (1, bad_id, 2)), new(2))), 41)
+    assert (result.seq_ids, result.token_ids) == ((2,), (41,))
+    (error,) = result.errors
+    assert (error.seq_id, error.status_code) == (1, INVALID_ARGUMENT)
+    assert error.message == f"token 1 is {bad_id}; token ids are 0 to 99"
+    assert run(t, plan(2, {1: 1, 2: 1}, positions_sum=6, acked=0), 42).seq_ids == (2,)
+
+
+def test_a_row_that_cannot_be_sampled_ends_with_its_error_and_its_neighbour_goes_on() -> None:
+    t = table()
+    p = plan(1, {1: 3, 2: 3}, admitted=(new(1), new(2)))
+    result = run(t, p, 0, 41, errors=["not numbers", None])
+    assert (result.seq_ids, result.token_ids) == ((2,), (41,))
+    assert [(e.seq_id, e.message, e.status_code) for e in result.errors] == [(1, "not numbers", INTERNAL)]
+    assert (t.num_sequences, t.num_ghosts) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"token_ids": ()}, "prompt is empty"),
+        ({"token_ids": (1,) * 40, "block_ids": range(10)}, "the sequence has 40 tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"token_ids": (1, 2, 3), "num_prompt_tokens": 1, "max_tokens": 2}, "2 output tokens are known"),
+        ({"min_tokens": 9}, "min_tokens is 9"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"top_p": math.nan}, "top_p is nan"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 7.0}, "top_p is 7"),
+        ({"min_p": math.nan}, "min_p is nan"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"stop_token_ids": frozenset({100})}, "stop_token_ids holds 100"),
+        ({"stop_token_ids": frozenset({-1})}, "stop_token_ids holds -1"),
+        ({"logprobs": 21}, "logprobs is 21"),
+        ({"unsupported": ("adapter",)}, "adapter is not supported"),
+    ],
+)
+def test_b55_a_request_that_cannot_be_computed_ends_with_a_sentence(
+    fields: dict[str, Any], named: str
+) -> None:
+    result = run(table(), plan(1, admitted=(new(1, **fields),)))
+    assert [(e.seq_id, e.status_code) for e in result.errors] == [(1, INVALID_ARGUMENT)]
+    assert named in result.errors[0].message
+
+
+@pytest.mark.parametrize("top_k", [0, 100, 10**7, 2**31 - 1, 2**63 - 1])
+def test_b53_a_top_k_above_the_vocabulary_is_no_error(top_k: int) -> None:
+    assert run(table(), plan(1, admitted=(new(1, top_k=top_k),))).errors == ()
+
+
+# --- the scheduler's faults -------------------------------------------------------------------------
+
+ADMITTED = (new(1),)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "sentence"),
+    [
+        (plan(1, {1: 3}, positions_sum=1, admitted=ADMITTED), "positions_sum is 1 in the plan and 0 here"),
+        (plan(1, {7: 1}), "sequence 7 has a row and is not known"),
+        (plan(1, {1: 4}, admitted=ADMITTED), "only 3 tokens are known"),
+        (plan(1, {1: 0}, admitted=ADMITTED), "has 0 tokens"),
+        (plan(1, {1: 3}, admitted=(new(1, block_ids=()),)), "its 0 blocks hold 0"),
+        (plan(1, {1: 5}, admitted=(new(1, range(1, 6), block_ids=[3]),)), "its 1 blocks hold 4"),
+        (plan(1, admitted=(new(1, block_ids=[32]),)), "block ids are 0 to 31"),
+        (plan(1, admitted=(new(1), new(1))), "seq_id 1 is 0 or was used before"),
+        (plan(1, admitted=(new(0),)), "seq_id 0 is 0 or was used before"),
+        (plan(1, admitted=(new(1, num_computed=3),)), "at least one of its 3 known tokens"),
+        (plan(1, admitted=(new(1, num_prompt_tokens=0),)), "it must be 1 to its 3 known tokens"),
+        (plan(1, admitted=(new(1, num_prompt_tokens=4),)), "it must be 1 to its 3 known tokens"),
+        (
+            plan(1, dict.fromkeys(range(1, 6), 1), admitted=tuple(new(i) for i in range(1, 6))),
+            "the plan has 5 rows; max_num_seqs is 4",
+        ),
+        (
+            plan(1, {1: 17}, admitted=(new(1, range(1, 18), block_ids=range(5)),)),
+            "the plan has 17 tokens; max_num_batched_tokens is 16",
+        ),
+        (dataclasses.replace(plan(1), seq_ids=(1,)), "seq_ids has 1 entries and num_tokens 0"),
+        (
+            dataclasses.replace(plan(1, admitted=ADMITTED), seq_ids=(1, 1), num_tokens=(1, 1)),
+            "two rows in one plan",
+        ),
+        (plan(1, grown_seq_ids=(1,)), "grown_seq_ids has 1 entries, num_new_blocks 0"),
+        (plan(1, grown_seq_ids=(1,), num_new_blocks=(2,), new_block_ids=(3,)), "add up to 2"),
+        (
+            plan(1, grown_seq_ids=(1,), num_new_blocks=(1,), new_block_ids=(3,)),
+            "gets new blocks and is not known",
+        ),
+        (
+            plan(1, admitted=ADMITTED, grown_seq_ids=(1,), num_new_blocks=(1,), new_block_ids=(32,)),
+            "block ids are 0 to 31",
+        ),
+        (plan(1, reserved=("draft_tokens",)), "draft_tokens, reserved at protocol revision 1"),
+    ],
+)
+def test_a_plan_that_disagrees_with_the_table_is_refused(faulty: BatchPlan, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        table().apply(faulty)
+
+
+def test_a_seq_id_is_not_used_twice_even_after_its_release() -> None:
+    t = table()
+    run(t, plan(1, admitted=(new(1),)))
+    run(t, plan(2, released_seq_ids=(1,)))
+    with pytest.raises(PlanError, match="was used before"):
+        t.apply(plan(3, admitted=(new(1),)))
+
+
+# --- the law ----------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_whatever_the_chunks_and_the_batch_each_sequence_computes_each_position_once(
+    data: st.DataObject,
+) -> None:
+    """A scheduler with window 1 and random chunks: positions come one by one, outputs end at max_tokens."""
+    t = table(max_num_seqs=4, max_num_batched_tokens=12, num_blocks=64)
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    limits = [data.draw(st.integers(1, 5)) for _ in lengths]
+    admitted = tuple(
+        new(
+            seq_id,
+            [seq_id] * length,
+            block_ids=range(seq_id * 8, seq_id * 8 + 4),
+            max_tokens=limit,
+            ignore_eos=True,
+        )
+        for seq_id, (length, limit) in enumerate(zip(lengths, limits, strict=True), start=1)
+    )
+    known = {s.seq_id: len(s.token_ids) for s in admitted}
+    computed = dict.fromkeys(known, 0)
+    positions: dict[int, list[int]] = {seq_id: [] for seq_id in known}
+    outputs = dict.fromkeys(known, 0)
+    live = set(known)
+    step_id = 0
+    while live:
+        step_id += 1
+        rows, budget = {}, 12
+        for seq_id in data.draw(st.permutations(sorted(live))):
+            left = min(known[seq_id] - computed[seq_id], budget)
+            if left:
+                rows[seq_id] = data.draw(st.integers(1, left))
+                budget -= rows[seq_id]
+        p = plan(
+            step_id,
+            rows,
+            positions_sum=sum(computed[s] for s in rows),
+            admitted=admitted if step_id == 1 else (),
+        )
+        for row in t.apply(p):
+            positions[row.seq_id] += range(row.first_position, row.first_position + len(row.token_ids))
+        sampling = [s for s in rows if computed[s] + rows[s] == known[s]]
+        result = t.commit(
+            p, sampling, Sampled([50] * len(sampling), [None] * len(sampling), [None] * len(sampling))
+        )
+        for seq_id, num_tokens in rows.items():
+            computed[seq_id] += num_tokens
+        for seq_id in sampling:
+            known[seq_id] += 1
+            outputs[seq_id] += 1
+        live -= {ended.seq_id for ended in result.finished}
+    assert [outputs[s.seq_id] for s in admitted] == limits
+    for seq_id, seen in positions.items():
+        assert seen == list(range(known[seq_id] - 1))
