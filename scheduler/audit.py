@@ -1,9 +1,11 @@
 """What must always hold between sequences, blocks and plans. Pure.
 
-Called after every operation in tests, and when an executor is idle in the server; a violation means a fault
-of ours, and the cure is to open the executor again and recompute.
+`check` looks at everything, after every operation in tests. `check_idle` costs nothing and is asked in the
+server whenever an executor has been given all there is. A violation means a fault of ours, and the cure is to
+open the executor again and recompute.
 """
 
+from scheduler.blocks import BlockError
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
 from scheduler.sequence import Sequence, State
@@ -31,6 +33,13 @@ def check(core: SchedulerCore) -> None:
         )
         running = seq.state is State.RUNNING
         _require(not running or seq.seq_id in core.executors[seq.executor_id].running, "runs nowhere", seq)
+
+
+def check_idle(state: ExecutorState) -> None:
+    """Raises BlockError when nothing runs on the executor and yet not all of its blocks are free."""
+    blocks = state.blocks
+    if not state.running and not state.entering and blocks.num_free != blocks.num_blocks:
+        raise BlockError(f"nothing runs, and {blocks.num_blocks - blocks.num_free} blocks are not free")
 
 
 def _check_executor(state: ExecutorState) -> None:

@@ -166,26 +166,47 @@ class SchedulerCore:
     # --- executors come and go ---------------------------------------------------------------------------
 
     def attach(self, executor_id: str, epoch: int, capacity: Capacity, now: float) -> list[Sequence]:
-        """An executor with a fresh epoch. Returns waiting sequences that ended: they could never fit it."""
+        """An executor with a fresh epoch. Returns waiting sequences that ended: they are not for it."""
         if executor_id in self.executors:
             raise ValueError(f"executor {executor_id!r} is attached already: detach it first")
         self.executors[executor_id] = ExecutorState(executor_id, epoch, capacity, self.limits, self.batching)
-        limit = self.max_total_tokens
-        misfits = [seq for seq in self.waiting if seq.max_len > limit]
-        for seq in misfits:
-            message = (
-                f"prompt and max_tokens together are {seq.max_len} tokens, "
-                f"the executor that took over holds at most {limit}"
-            )
-            self._end(seq, _error(StatusCode.UNAVAILABLE, message), Event.FAIL, now)
-        return misfits
+        return self._end_misfits(now)
 
-    def detach(self, executor_id: str, now: float) -> None:  # noqa: ARG002  (the calls share one form)
-        """The executor is lost: what ran there waits again, before those that never ran, with its ids."""
+    def detach(self, executor_id: str, now: float) -> list[Sequence]:
+        """The executor is lost: what ran there waits again, before those that never ran, with its ids.
+
+        Returns waiting sequences that ended: none of the executors left can ever hold them.
+        """
         state = self.executors.pop(executor_id)
         for seq in list(state.running.values()):
             if not seq.is_padding:
                 self._back_to_waiting(seq)
+        return self._end_misfits(now)
+
+    def _end_misfits(self, now: float) -> list[Sequence]:
+        """Ends what waits and is not for any attached executor, so that it holds nobody back for ever.
+
+        Two kinds: too long for each of them, or resubmitted with ids that end the request already, when
+        nobody knew the model's end tokens. Without any executor everything waits for one to come back.
+        """
+        limit = max((state.max_total_tokens for state in self.executors.values()), default=None)
+        if limit is None:
+            return []
+        ended: list[Sequence] = []
+        for seq in list(self.waiting):
+            over = end_of_output(seq.request, seq.output_token_ids(), self._eos_token_ids)
+            if over is not None:
+                self._end(seq, over, Event.FINISH, now)
+            elif seq.max_len > limit:
+                message = (
+                    f"prompt and max_tokens together are {seq.max_len} tokens, "
+                    f"the executor that took over holds at most {limit}"
+                )
+                self._end(seq, _error(StatusCode.UNAVAILABLE, message), Event.FAIL, now)
+            else:
+                continue
+            ended.append(seq)
+        return ended
 
     @property
     def max_total_tokens(self) -> int:
@@ -482,9 +503,9 @@ class SchedulerCore:
         tell_executor: bool,
         keep_blocks: bool = False,
     ) -> None:
-        del state.running[seq.seq_id]
         if not keep_blocks:
             state.blocks.free(seq.block_table)
+        del state.running[seq.seq_id]
         if tell_executor:
             state.released_seq_ids.append(seq.seq_id)
         state.left.append(Leaver(seq, seq.seq_id, reason))
@@ -528,17 +549,18 @@ class SchedulerCore:
     # --- small things ------------------------------------------------------------------------------------
 
     def _check_fits(self, request: Request) -> None:
+        lengths = f"prompt has {len(request.prompt_token_ids)} tokens and max_tokens is {request.max_tokens}"
+        if not request.prompt_token_ids or request.max_tokens < 1:
+            raise RefusedError(StatusCode.INVALID_ARGUMENT, f"{lengths}: each must be at least 1")
         if not self.executors:
             if request.accepted_before:
                 return
             raise RefusedError(StatusCode.UNAVAILABLE, "no executor is attached; try again when one is")
         num_tokens = len(request.prompt_token_ids) + request.max_tokens
-        limit = self.max_total_tokens
-        if not request.prompt_token_ids or request.max_tokens < 1 or num_tokens > limit:
+        if num_tokens > self.max_total_tokens:
             raise RefusedError(
                 StatusCode.INVALID_ARGUMENT,
-                f"prompt has {len(request.prompt_token_ids)} tokens and max_tokens is {request.max_tokens}: "
-                f"each must be at least 1 and their sum {num_tokens} at most {limit}",
+                f"{lengths}: their sum {num_tokens} must be at most {self.max_total_tokens}",
             )
 
     @property
@@ -591,6 +613,8 @@ def _rows_that_ran(plan: BatchPlan, result: StepResult) -> list[Sequence]:
     Missing may be only rows that are over on one side: ghosts, and rows in error. Raises SessionBrokenError
     for any other difference.
     """
+    if len(result.seq_ids) != len(result.num_sampled):
+        raise SessionBrokenError(f"step {plan.step_id}: seq_ids and num_sampled differ in length")
     failed = {error.seq_id for error in result.errors}
     ran: list[Sequence] = []
     answers = iter(zip(result.seq_ids, result.num_sampled, strict=True))

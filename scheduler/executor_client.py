@@ -1,5 +1,6 @@
 """Calls to one executor, and what its status codes mean. Knows the wire and the contract, decides nothing."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -78,8 +79,8 @@ class ExecuteStream:
             await self._call.write(message)
         except grpc.aio.AioRpcError as error:
             raise _meaning(error) from error
-        except grpc.aio.UsageError as error:  # the call has ended; `results` says why
-            raise ExecutorUnreachableError(str(error)) from error
+        except asyncio.InvalidStateError as error:  # the call has ended; `results` says why
+            raise ExecutorUnreachableError("the stream has ended") from error
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Results in order; never ends but by raising what the end of the stream means."""

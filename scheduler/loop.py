@@ -13,7 +13,9 @@ import structlog
 
 from protos.v1 import router_pb2
 from rpc.address import Address
-from scheduler import wire
+from rpc.channel import MAX_RECONNECT_SECONDS
+from scheduler import audit, wire
+from scheduler.blocks import BlockError
 from scheduler.core import SchedulerCore
 from scheduler.executor_client import (
     EpochLostError,
@@ -31,7 +33,10 @@ from scheduler.sequence import Sequence
 _log = structlog.get_logger()
 RETRY_SECONDS = 0.2
 RESOLVE_SECONDS = 1.0
+# A stream that lived longer than any attempt to connect was a connection, even if it brought nothing.
+HELD_SECONDS = 2.0 * MAX_RECONNECT_SECONDS
 MAX_SUMMARIES_PENDING = 256
+NO_EXECUTOR_YET = "no executor is attached yet"
 
 
 class Watcher:
@@ -68,10 +73,12 @@ class SchedulerLoop:
         self.term = 0
         self.last_step_id = 0
         self.is_serving = False
-        self.reason = "no executor is attached yet"
+        self.is_leaving = False
+        self.reason = NO_EXECUTOR_YET
         self._on_serving = on_serving
         self._executor_wakes: dict[str, asyncio.Event] = {}
         self._router_wakes: dict[RouterSession, asyncio.Event] = {}
+        self._missing: dict[str, str] = {}  # executors not attached, and why
         self._timer_wake = asyncio.Event()
         self._core_changed = asyncio.Event()
 
@@ -102,9 +109,18 @@ class SchedulerLoop:
             if session is not None:
                 woken.add(session)
         for session in woken:
-            wake = self._router_wakes.get(session)
-            if wake is not None:
-                wake.set()
+            self.wake_router(session)
+
+    def _deliver_ended(self, sequences: Iterable[Sequence]) -> None:
+        self.deliver(sequences)
+        for seq in sequences:
+            _log_end(seq, self.last_step_id)
+
+    def wake_router(self, session: RouterSession) -> None:
+        """`session` has something to say."""
+        wake = self._router_wakes.get(session)
+        if wake is not None:
+            wake.set()
 
     def queue_changed(self) -> None:
         """Something came, went, or freed something: every executor may have work, a timer may have moved."""
@@ -112,11 +128,6 @@ class SchedulerLoop:
         for wake in self._executor_wakes.values():
             wake.set()
         self._timer_wake.set()
-
-    def wake_routers(self) -> None:
-        """All routers must look: the serving status changed."""
-        for wake in self._router_wakes.values():
-            wake.set()
 
     # --- time ----------------------------------------------------------------------------------------------
 
@@ -130,7 +141,7 @@ class SchedulerLoop:
                 async with asyncio.timeout(delay):
                     await self._timer_wake.wait()
             except TimeoutError:
-                self.deliver(self.core.expire(self.now()))
+                self._deliver_ended(self.core.expire(self.now()))
                 self.queue_changed()
 
     # --- executors -----------------------------------------------------------------------------------------
@@ -140,49 +151,58 @@ class SchedulerLoop:
         self._executor_wakes[executor_id] = wake
         self.capacity = opened.capacity
         self.term = max(self.term, opened.term)
-        self.deliver(self.core.attach(executor_id, opened.epoch, opened.capacity, self.now()))
-        self._update_serving("")
+        self._missing.pop(executor_id, None)
+        self._deliver_ended(self.core.attach(executor_id, opened.epoch, opened.capacity, self.now()))
+        self._update_serving()
 
     def executor_lost(self, executor_id: str, reason: str) -> None:
         """Its epoch is over: what ran there waits again."""
         del self._executor_wakes[executor_id]
-        self.core.detach(executor_id, self.now())
-        self._update_serving(reason)
+        self._deliver_ended(self.core.detach(executor_id, self.now()))
+        self.executor_missing(executor_id, reason)
         self.queue_changed()
 
-    def _update_serving(self, reason: str) -> None:
-        serving = any(not state.is_draining for state in self.core.executors.values())
-        self.reason = "" if serving else reason or "every executor is draining"
+    def executor_missing(self, executor_id: str, reason: str) -> None:
+        """Says why an executor is not attached."""
+        if self._missing.get(executor_id) != reason:
+            self._missing[executor_id] = reason
+            _log.warning("waiting_for_executor", executor=executor_id, reason=reason)
+            self._update_serving()
+
+    def executor_given_up(self, executor_id: str) -> None:
+        """Nobody waits for this executor any more."""
+        self._missing.pop(executor_id, None)
+        self._update_serving()
+
+    def _update_serving(self) -> None:
+        states = self.core.executors.values()
+        serving = not self.is_leaving and any(not state.is_draining for state in states)
+        reason = "" if serving else self._reason_not_to_serve()
         if serving != self.is_serving:
             self.is_serving = serving
-            self._on_serving(serving, self.reason)
-        self.wake_routers()
+            self._on_serving(serving, reason)
+        self.reason = reason
+        for wake in self._router_wakes.values():
+            wake.set()
 
-    def not_serving_because(self, reason: str) -> None:
-        """Says why there is still no executor."""
-        if not self.is_serving and reason != self.reason:
-            self.reason = reason
-            _log.warning("waiting_for_executor", reason=reason)
-            self.wake_routers()
+    def _reason_not_to_serve(self) -> str:
+        if self.is_leaving:
+            return "the scheduler is shutting down"
+        draining = [f"the executor at {executor_id} is draining" for executor_id in self.core.executors]
+        return "; ".join([*draining, *self._missing.values()]) or NO_EXECUTOR_YET
 
     async def drive(self, executor_id: str, stream: ExecuteStream, wake: asyncio.Event) -> None:
         """Sends plans and applies results until the stream ends; raises why it ended."""
-        for unanswered in self.core.executors[executor_id].session.resend():
-            await stream.send(wire.plan_message(unanswered))
         results = asyncio.ensure_future(self._apply_results(executor_id, stream, wake))
+        results.add_done_callback(lambda _: wake.set())
         try:
-            while True:
+            for unanswered in self.core.executors[executor_id].session.resend():
+                await stream.send(wire.plan_message(unanswered))
+            while not results.done():
                 wake.clear()
-                while (plan := self.core.schedule(executor_id, self.now())) is not None:
-                    message = wire.plan_message(plan)
-                    if self.watchers:
-                        self._tell_watchers(executor_id, plan, message.ByteSize())
-                    await stream.send(message)
-                waiting = asyncio.ensure_future(wake.wait())
-                await asyncio.wait([waiting, results], return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
-                if results.done():
-                    results.result()
+                await self._send_plans(executor_id, stream)
+                await wake.wait()
+            results.result()
         except ExecutorUnreachableError:
             # The writer only sees that the call is over; the reader knows its status.
             await asyncio.wait([results], timeout=1)
@@ -190,8 +210,17 @@ class SchedulerLoop:
                 results.result()
             raise
         finally:
-            results.cancel()
             stream.cancel()
+            results.cancel()
+            await asyncio.gather(results, return_exceptions=True)
+
+    async def _send_plans(self, executor_id: str, stream: ExecuteStream) -> None:
+        while (plan := self.core.schedule(executor_id, self.now())) is not None:
+            message = wire.plan_message(plan)
+            if self.watchers:
+                self._tell_watchers(executor_id, plan, message.ByteSize())
+            await stream.send(message)
+        audit.check_idle(self.core.executors[executor_id])
 
     def _tell_watchers(self, executor_id: str, plan: BatchPlan, num_plan_bytes: int) -> None:
         summary = wire.step_summary(self.core.executors[executor_id], plan, self.now())
@@ -206,19 +235,19 @@ class SchedulerLoop:
             outcome = self.core.update(executor_id, result, self.now())
             self.last_step_id = result.step_id
             self.deliver(outcome.progressed)
-            self.deliver(outcome.ended)
+            self._deliver_ended(outcome.ended)
             wake.set()
-            for seq in outcome.ended:
-                _log_end(seq, result.step_id)
             if result.draining != was_draining:
-                self._update_serving("the executor is draining")
-            if outcome.ended and not self.core.sequences:
-                self._timer_wake.set()
+                self._update_serving()
+            if outcome.ended:
+                self._timer_wake.set()  # their results are kept for a while only
 
     # --- draining ------------------------------------------------------------------------------------------
 
     async def drained(self) -> None:
-        """Returns when nothing runs or waits."""
+        """Takes nothing new from now on; returns when nothing runs or waits."""
+        self.is_leaving = True
+        self._update_serving()
         while not self.core.is_idle:
             self._core_changed.clear()
             await self._core_changed.wait()
@@ -257,6 +286,11 @@ class ExecutorLoop:
         self._reattach_seconds = reattach_seconds
         self._client = ExecutorClient(address, max_message_bytes=max_message_bytes)
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether an epoch of this executor is being driven."""
+        return str(self._address) in self._loop.core.executors
+
     async def run(self) -> None:
         """Runs until cancelled."""
         executor_id = str(self._address)
@@ -282,7 +316,11 @@ class ExecutorLoop:
                 finally:
                     self._loop.executor_lost(executor_id, reason)
                 log.warning("executor_lost", reason=reason)
+                # Not at once: an executor that breaks every epoch must not spin, and a scheduler that has
+                # just taken it over needs a moment to open its stream, by which it holds the executor.
+                await asyncio.sleep(RETRY_SECONDS)
         finally:
+            self._loop.executor_given_up(executor_id)
             await self._client.close()
 
     async def _open(self, executor_id: str) -> Opened:
@@ -290,12 +328,11 @@ class ExecutorLoop:
             try:
                 return await self._client.open(self._scheduler_id)
             except ExecutorUnreachableError as error:
-                self._loop.not_serving_because(f"waiting for an executor at {executor_id} ({error})")
+                reason = f"waiting for an executor at {executor_id} ({error})"
             except (HeldError, EpochLostError) as error:
                 # Asking again takes nothing from the holder: it is granted only when the holder has gone.
-                self._loop.not_serving_because(
-                    f"the executor at {executor_id} belongs to another scheduler ({error})"
-                )
+                reason = f"the executor at {executor_id} belongs to another scheduler ({error})"
+            self._loop.executor_missing(executor_id, reason)
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _drive_epoch(self, executor_id: str, wake: asyncio.Event) -> str:
@@ -309,17 +346,16 @@ class ExecutorLoop:
                 await self._loop.drive(executor_id, self._client.execute(), wake)
             except (EpochLostError, HeldError) as error:
                 return str(error)
-            except SessionBrokenError as error:
-                _log.error("result_does_not_fit", executor=executor_id, error=str(error))
-                return str(error)
+            except (SessionBrokenError, BlockError) as error:
+                _log.error("epoch_given_up", executor=executor_id, error=str(error))
+                return f"the epoch of the executor at {executor_id} was given up: {error}"
             except ExecutorUnreachableError as error:
                 now = self._loop.now()
-                if (
-                    session.acked_step_id > acked
-                    or broken_since is None
-                    or now - started > self._reattach_seconds
-                ):
-                    broken_since = now  # it has worked since the last break
+                has_worked = session.acked_step_id > acked or now - started > max(
+                    self._reattach_seconds, HELD_SECONDS
+                )
+                if has_worked or broken_since is None:
+                    broken_since = now
                     _log.warning("executor_stream_broken", executor=executor_id, error=str(error))
                 if now - broken_since >= self._reattach_seconds:
                     return f"the executor at {executor_id} is gone ({error})"
@@ -332,6 +368,7 @@ class ExecutorDirectory:
     def __init__(self, addresses: list[Address], make_loop: Callable[[Address], ExecutorLoop]) -> None:
         self._addresses = addresses
         self._make_loop = make_loop
+        self._loops: dict[str, ExecutorLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -339,37 +376,45 @@ class ExecutorDirectory:
         try:
             while True:
                 await self._look()
-                done, _ = (
-                    await asyncio.wait(self._tasks.values(), timeout=RESOLVE_SECONDS)
-                    if self._tasks
-                    else ((), ())
-                )
-                for task in done:
-                    task.result()
-                if not self._tasks:
+                if self._tasks:
+                    done, _ = await asyncio.wait(self._tasks.values(), timeout=RESOLVE_SECONDS)
+                    for task in done:
+                        task.result()
+                else:
                     await asyncio.sleep(RESOLVE_SECONDS)
         finally:
-            for task in self._tasks.values():
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks.values())
+            await self._end(list(self._tasks))
 
     async def _look(self) -> None:
-        for address in self._addresses:
-            for found in await _resolved(address):
-                if str(found) not in self._tasks:
-                    self._tasks[str(found)] = asyncio.create_task(self._make_loop(found).run())
+        answers = [await _resolved(address) for address in self._addresses]
+        found = {str(address): address for answer in answers for address in answer or []}
+        for executor_id, address in found.items():
+            if executor_id not in self._tasks:
+                self._loops[executor_id] = self._make_loop(address)
+                self._tasks[executor_id] = asyncio.create_task(self._loops[executor_id].run())
+        if None not in answers:
+            # One that its name has left and that is lost as well will not come back under this address.
+            await self._end(
+                [name for name, loop in self._loops.items() if name not in found and not loop.is_attached]
+            )
+
+    async def _end(self, executor_ids: list[str]) -> None:
+        tasks = [self._tasks.pop(executor_id) for executor_id in executor_ids]
+        for executor_id, task in zip(executor_ids, tasks, strict=True):
+            del self._loops[executor_id]
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _resolved(address: Address) -> list[Address]:
-    """Every address behind a dns:///NAME:PORT; any other address as it is."""
+async def _resolved(address: Address) -> list[Address] | None:
+    """Every address behind a dns:///NAME:PORT, or None when it cannot be told now; any other as it is."""
     name, separator, port = address.target.removeprefix("dns:///").rpartition(":")
     if not address.target.startswith("dns:///") or not separator:
         return [address]
     try:
         found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror:
-        return []
+    except (OSError, UnicodeError):
+        return None
     hosts = sorted({str(item[4][0]) for item in found})
     return [
         Address.parse(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", field="--executor")

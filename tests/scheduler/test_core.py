@@ -603,7 +603,7 @@ def test_b05_a_lone_request_that_lost_its_executor_needs_no_other_event_to_resum
 
 def test_b12_what_would_outgrow_the_whole_cache_is_refused() -> None:
     h = Harness(num_blocks=6, block_size=16, max_seq_len=512)
-    with pytest.raises(RefusedError, match="180 at most 96"):
+    with pytest.raises(RefusedError, match="180 must be at most 96"):
         h.submit("A", prompt(80), 100)
     alone = h.submit("B", prompt(80), 16, ignore_eos=True)
     h.run_to_end()
