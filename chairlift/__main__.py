@@ -30,7 +30,7 @@ _SERVICES = {
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    command, *rest = argv or ["--help"]
     complaints = foreign_packages(["protos", "rpc", *_SERVICES])
     if complaints:
         print(*(f"chairlift: {complaint}" for complaint in complaints), sep="\n", file=sys.stderr)
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     if command in _COMMANDS:
         exit_code: int = importlib.import_module(f"chairlift.{command}").main(rest)
         return exit_code
-    _parser().parse_args(argv)  # prints help or version, or refuses the command
+    _parser().parse_args([command, *rest])  # prints help or version, or refuses the command
     return 0
 
 

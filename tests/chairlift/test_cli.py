@@ -1,0 +1,84 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chairlift.__main__ import main
+from chairlift.origins import foreign_packages
+
+
+def chairlift(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "chairlift", *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_help_names_every_command_without_loading_grpc_or_torch() -> None:
+    code = (
+        "import sys; from chairlift.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "finally: assert not {'grpc', 'torch', 'pydantic'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in (
+        "serve",
+        "generate",
+        "pull",
+        "watch",
+        "demo",
+        "conformance",
+        "router",
+        "scheduler",
+        "executor",
+    ):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_no_command_is_a_call_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 0
+    assert "usage: chairlift COMMAND" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["ski"])
+    assert end.value.code == 2
+    assert "'ski'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "pull", "watch", "demo", "conformance"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"usage: chairlift {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("service", ["router", "scheduler", "executor"])
+def test_a_service_command_becomes_the_service(service: str) -> None:
+    done = chairlift(service, "--no-such-flag")
+    assert done.returncode == 2
+    assert "--no-such-flag" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_our_own_packages_are_ours() -> None:
+    assert foreign_packages(["protos", "rpc", "router", "scheduler", "executor"]) == []
+    assert foreign_packages(["no_such_package_anywhere"]) == []
+
+
+@pytest.mark.parametrize("place", ["scheduler.py", "scheduler/__init__.py"])
+def test_a_foreign_package_of_our_name_is_refused_with_its_file(tmp_path: Path, place: str) -> None:
+    stranger = tmp_path / place
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text("")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from chairlift.__main__ import main; sys.exit(main(['serve']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"the package scheduler would be imported from {tmp_path}" in done.stderr

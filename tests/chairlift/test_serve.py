@@ -1,0 +1,194 @@
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chairlift.serve import ALL, TAKEN_BY, ServeSettings, services
+from rpc.settings import ServiceSettings, load
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    """`chairlift serve` in a process of its own, killed at the end if need be."""
+    command = [sys.executable, "-m", "chairlift", "serve", "--log-format", "json", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until_ready(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith("router ready"):
+            return lines
+    raise AssertionError(process.communicate()[1])
+
+
+def children_of(process: subprocess.Popen[str]) -> dict[str, int]:
+    """Process ids of the three services by name."""
+    found = {}
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if len(words) > 4:  # a process that has ended has no words left
+            found[words[4].decode()] = int(pid)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition: object, *, within_seconds: float = 20) -> None:
+    end = time.monotonic() + within_seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def ask(address: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "chairlift", "generate", "Hello", "--max-tokens", "4", "--address", address],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_flag_is_known_to_the_services_it_is_handed_to() -> None:
+    for name in ALL:
+        config = importlib.import_module(f"{name}.config")
+        (settings_class,) = {
+            one
+            for one in vars(config).values()
+            if isinstance(one, type) and issubclass(one, ServiceSettings) and one is not ServiceSettings
+        }
+        for field, takers in TAKEN_BY.items():
+            if name in takers:
+                assert field in settings_class.model_fields, f"--{field} is no flag of the {name}"
+    assert set(TAKEN_BY) | {"listen"} == set(ServeSettings.model_fields)
+
+
+def test_a_flag_goes_to_those_that_take_it_and_to_no_other(tmp_path: Path) -> None:
+    argv = [
+        "--model",
+        "m",
+        "--listen",
+        "127.0.0.1:7",
+        "--max-num-seqs",
+        "4",
+        "--max-step-ms",
+        "50",
+        "--dtype",
+        "float32",
+        "--window",
+        "1",
+    ]
+    settings = load(ServeSettings, argv, prog="chairlift serve")
+    executor, scheduler, router = services(settings, Path("m.gguf"), tmp_path)
+    assert [one.name for one in (executor, scheduler, router)] == ["executor", "scheduler", "router"]
+    assert executor.argv[:2] == ("--listen", f"unix:{tmp_path}/executor.sock")
+    assert scheduler.argv[:4] == (
+        *("--listen", f"unix:{tmp_path}/scheduler.sock"),
+        *("--executor", f"unix:{tmp_path}/executor.sock"),
+    )
+    assert router.argv[:4] == ("--listen", "127.0.0.1:7", "--scheduler", f"unix:{tmp_path}/scheduler.sock")
+
+    def given(flag: str) -> list[str]:
+        return [one.name for one in (executor, scheduler, router) if flag in one.argv]
+
+    assert given("--max-num-seqs") == ["executor", "scheduler"]
+    assert given("--max-step-ms") == ["scheduler"]
+    assert given("--dtype") == ["executor"]
+    assert given("--model") == ["executor", "router"]
+    assert given("--num-blocks") == []
+    assert router.argv[router.argv.index("--model") + 1] == "m.gguf"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model", "/no/such/model"], "/no/such/model"),
+        ([], "--model is missing"),
+        (["--model", ".", "--listen", "here"], "--listen is 'here'"),
+        (["--model", ".", "--listen", "unix:/" + "x" * 120], "107"),
+        (["--model", ".", "--seats", "4"], "unrecognized arguments: --seats 4"),
+        (["--model", ".", "--max-num-seqs", "four"], "--max-num-seqs is four: it must be a whole number"),
+    ],
+)
+def test_b120_what_cannot_start_says_why_in_one_line(flags: list[str], says: str) -> None:
+    with serving(*flags) as process:
+        _, errors = process.communicate(timeout=15)
+    assert process.returncode == 2
+    assert says in errors
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [("--max-num-seqs", "0", "--max-num-seqs is 0"), ("--device", "abacus", "--device is abacus")],
+)
+def test_b120_a_service_that_dies_before_it_is_ready_ends_all_and_its_words_are_the_last(
+    tiny_model_folder: Path, flag: str, value: str, says: str
+) -> None:
+    with serving("--model", str(tiny_model_folder), "--listen", "127.0.0.1:0", flag, value) as process:
+        until(lambda: children_of(process) or process.poll() is not None)
+        output, errors = process.communicate(timeout=15)
+    assert process.returncode == 2
+    assert "router ready" not in output
+    last = errors.splitlines()[-1]
+    assert last.startswith("chairlift serve: ")
+    assert says in last
+
+
+def test_b120_a_port_in_use_is_told_and_ends_all(tiny_model_folder: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        with serving("--model", str(tiny_model_folder), "--listen", listen) as process:
+            _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert f"--listen is {listen}: the port is in use" in errors.splitlines()[-1]
+
+
+def test_it_serves_restarts_what_dies_and_stops_cleanly(tiny_model_folder: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/router.sock"
+    with serving("--model", str(tiny_model_folder), "--listen", address, "--dtype", "float32") as process:
+        lines = until_ready(process)
+        assert [line.split()[:2] for line in lines] == [[name, "ready"] for name in ALL]
+        assert lines[-1].endswith(f"listening on {address}")
+        assert ask(address).returncode == 0
+        before = children_of(process)
+        assert set(before) == set(ALL)
+        os.kill(before["router"], signal.SIGKILL)
+        until(lambda: children_of(process).get("router", before["router"]) != before["router"])
+        until(lambda: ask(address).returncode == 0)
+        after = children_of(process)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "the router was killed by signal 9; starting it again in 0.5 s" in errors
+    assert not any(is_alive(pid) for pid in after.values())
+
+
+def test_no_orphan_survives_a_killed_parent(tiny_model_folder: Path) -> None:
+    with serving("--model", str(tiny_model_folder), "--listen", "127.0.0.1:0") as process:
+        until(lambda: len(children_of(process)) == len(ALL))
+        children = list(children_of(process).values())
+        process.kill()
+        process.wait()
+        until(lambda: not any(is_alive(pid) for pid in children))
