@@ -8,16 +8,16 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from chairlift import conformance
-from chairlift.conformance import CHECKS, Outcome, Verdict
+from chairlift.conformance import Outcome, Verdict
+from chairlift.protocol_checks import CHECKS, SERVICE_NAME
 from protos.v1 import executor_pb2_grpc
-from rpc.address import AddressError
 from tests.rig import scripted_executor, service_process, tiny_model, toy_executor
 from tests.rig.scripted_executor import Script
 
 
-async def verdicts(address: str) -> tuple[int, dict[str, Outcome]]:
+async def verdicts(address: str, *, timeout_seconds: float = 30.0) -> tuple[int, dict[str, Outcome]]:
     outcomes: list[Outcome] = []
-    code = await conformance.run(address, outcomes.append)
+    code = await conformance.run(address, outcomes.append, timeout_seconds=timeout_seconds)
     return code, {outcome.name: outcome for outcome in outcomes}
 
 
@@ -146,7 +146,7 @@ async def start_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         spoil(executor)
         executor_pb2_grpc.add_ExecutorServicer_to_server(executor, server)
         healthy: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        for name in ("", conformance.SERVICE_NAME):
+        for name in ("", SERVICE_NAME):
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         address = f"unix:{tmp_path}/toy.sock"
@@ -171,31 +171,28 @@ async def start_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 async def test_an_executor_that_breaks_a_rule_fails_the_check_of_that_rule(
     start_toy: Callable[..., Awaitable[str]],
-    monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[toy_executor.ToyExecutor], None],
     failing: str,
 ) -> None:
-    monkeypatch.setattr(conformance, "TIMEOUT_SECONDS", 1.0)
     address = await start_toy(spoil)
-    code, outcomes = await verdicts(address)
+    code, outcomes = await verdicts(address, timeout_seconds=1.0)
     assert code == 1
     assert outcomes[failing].verdict is Verdict.FAILED
     assert outcomes["plan without rows"].verdict is Verdict.PASSED
 
 
-async def test_no_executor_at_the_address_is_one_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conformance, "TIMEOUT_SECONDS", 1.0)
-    code, outcomes = await verdicts(f"unix:{tmp_path}/nobody.sock")
+async def test_no_executor_at_the_address_is_one_failure(tmp_path: Path) -> None:
+    code, outcomes = await verdicts(f"unix:{tmp_path}/nobody.sock", timeout_seconds=1.0)
     assert code == 1
     assert list(outcomes) == ["open"]
     assert "cannot be opened" in outcomes["open"].sentence
 
 
-async def test_a_word_that_is_no_address_is_an_error() -> None:
-    with pytest.raises(AddressError):
-        await conformance.run("nonsense", lambda _: None)
+def test_a_word_that_is_no_address_is_a_sentence_and_exit_code_two(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert conformance.main(["nonsense"]) == 2
+    assert capsys.readouterr().err.startswith("chairlift conformance: ADDRESS is 'nonsense'")
 
 
 async def test_the_command_prints_a_line_for_each_check_and_exits_with_the_verdict(
