@@ -128,7 +128,7 @@ class SamplingParams(_message.Message):
     """
     max_tokens: _builtins.int
     """Most tokens to generate, >= 1. Absent: what still fits into the model's length and the cache, or the
-    router's `--default-max-tokens` if that is less.
+    router's `--default-max-tokens` (without it the model's generation config) if that is less.
     """
     min_tokens: _builtins.int
     """End tokens and stop token ids cannot be chosen before this many tokens are out. 0 <= min_tokens <=

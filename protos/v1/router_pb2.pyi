@@ -442,7 +442,9 @@ Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
-    """The end of one choice."""
+    """The end of one choice. A choice that fails has none: the call ends with its status instead, and so do the
+    other choices. What was delivered before stays valid.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
