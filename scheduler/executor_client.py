@@ -58,7 +58,10 @@ class ExecutorClient:
             response = await self._stub.Open(request, timeout=OPEN_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise _meaning(error) from error
-        return Opened(response.epoch, response.term, wire.capacity_of(response))
+        try:
+            return Opened(response.epoch, response.term, wire.capacity_of(response))
+        except wire.CapacityError as error:
+            raise ExecutorUnreachableError(str(error)) from error
 
     def execute(self) -> "ExecuteStream":
         """A new stream of plans; the newest one of an epoch wins."""

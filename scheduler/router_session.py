@@ -17,10 +17,15 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
-from scheduler.sequence import Finish, Sequence
+from scheduler.sequence import Finish, FinishReason, Sequence, StatusCode
 from scheduler.token_ids import TokenIds
 
 MAX_UNACKED_MESSAGES = 8  # more in flight only grows the transport's buffers
+_TAKEN_OVER = Finish(
+    FinishReason.ERROR,
+    message="another stream goes on with this request",
+    status_code=StatusCode.ABORTED,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +43,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class FinishedOutput:
-    """The end of one handle. `seq` is None when the request was refused and never became one."""
+    """The end of one handle, whether its sequence ended, was refused, or is another reader's now."""
 
     handle: int
     finish: Finish
@@ -66,40 +71,47 @@ class SessionError(RuntimeError):
 class RouterSession:
     """One stream of one router."""
 
-    __slots__ = ("_dirty", "_next_message_id", "_refusals", "_unacked", "attachments", "router_id")
+    __slots__ = ("_dirty", "_ends", "_next_message_id", "_unacked", "attachments", "router_id")
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.attachments: dict[int, Attachment] = {}
         self._dirty: list[Attachment] = []
-        self._refusals: list[FinishedOutput] = []
+        self._ends: list[FinishedOutput] = []  # of handles that have no sequence here
         self._next_message_id = 1
         self._unacked: deque[tuple[int, float, list[Attachment]]] = deque()  # id, sent at, ends in it
 
     def attach(self, handle: int, seq: Sequence, num_received: int) -> "RouterSession | None":
         """From now on `handle` reads `seq`, of which the router has `num_received` output tokens.
 
-        Returns the session that read it until now, if there was one: the newest reader wins.
+        Returns the session that read it until now, if there was one: the newest reader wins, and the older
+        one's handle ends.
         """
-        self._check_new(handle)
+        self.check_new(handle)
         before = seq.attachment
         attachment = Attachment(self, handle, seq, num_received)
         self.attachments[handle] = attachment
         seq.attachment = attachment
         self._mark(attachment)
-        if isinstance(before, Attachment):
-            before.session.attachments.pop(before.handle, None)
-            return before.session
-        return None
+        if not isinstance(before, Attachment):
+            return None
+        before.session._lose(before)  # noqa: SLF001  (one module, one machine)
+        return before.session
 
     def refuse(self, handle: int, finish: Finish) -> None:
         """The request behind `handle` is not taken in."""
-        self._check_new(handle)
-        self._refusals.append(FinishedOutput(handle, finish))
+        self.check_new(handle)
+        self._ends.append(FinishedOutput(handle, finish))
 
-    def _check_new(self, handle: int) -> None:
+    def check_new(self, handle: int) -> None:
+        """Raises SessionError when the handle is in use."""
         if handle in self.attachments:
             raise SessionError(f"handle {handle} is in use on this stream")
+
+    def _lose(self, attachment: Attachment) -> None:
+        del self.attachments[attachment.handle]
+        if not attachment.finish_message_id:
+            self._ends.append(FinishedOutput(attachment.handle, _TAKEN_OVER))
 
     def _mark(self, attachment: Attachment) -> None:
         if not attachment.is_dirty:
@@ -109,13 +121,13 @@ class RouterSession:
     @property
     def has_news(self) -> bool:
         """Whether anything is owed."""
-        return bool(self._dirty or self._refusals)
+        return bool(self._dirty or self._ends)
 
     def take(self, now: float) -> StepOutput | None:
         """Everything owed as one message; None when nothing is, or the router must acknowledge first."""
         if not self.has_news or len(self._unacked) >= MAX_UNACKED_MESSAGES:
             return None
-        output = StepOutput(self._next_message_id, finished=self._refusals)
+        output = StepOutput(self._next_message_id, finished=self._ends)
         ends: list[Attachment] = []
         for attachment in self._dirty:
             attachment.is_dirty = False
@@ -135,7 +147,7 @@ class RouterSession:
                 )
                 ends.append(attachment)
         self._dirty = []
-        self._refusals = []
+        self._ends = []
         self._next_message_id += 1
         self._unacked.append((output.message_id, now, ends))
         return output
@@ -167,8 +179,8 @@ class RouterSession:
         done: list[Sequence] = []
         while self._unacked and self._unacked[0][0] <= message_id:
             for attachment in self._unacked.popleft()[2]:
-                self.attachments.pop(attachment.handle, None)
                 if attachment.seq.attachment is attachment:
+                    del self.attachments[attachment.handle]
                     attachment.seq.attachment = None
                     done.append(attachment.seq)
         return done
@@ -186,6 +198,11 @@ class RouterSession:
         self._dirty.clear()
         self._unacked.clear()
         return orphans
+
+
+def session_of(seq: Sequence) -> RouterSession | None:
+    """The session that reads `seq`, or None."""
+    return seq.attachment.session if isinstance(seq.attachment, Attachment) else None
 
 
 def touch(seq: Sequence) -> RouterSession | None:

@@ -30,6 +30,7 @@ class StatusCode(IntEnum):
     DEADLINE_EXCEEDED = 4
     ALREADY_EXISTS = 6
     RESOURCE_EXHAUSTED = 8
+    ABORTED = 10
     INTERNAL = 13
     UNAVAILABLE = 14
 

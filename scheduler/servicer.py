@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from protos.v1 import router_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import RequestError, abort
@@ -14,8 +15,8 @@ from scheduler import wire
 from scheduler.core import RefusedError
 from scheduler.loop import SchedulerLoop, Watcher
 from scheduler.parts import PartAssembler
-from scheduler.router_session import RouterSession, SessionError
-from scheduler.sequence import Finish, FinishReason, StatusCode
+from scheduler.router_session import RouterSession, SessionError, session_of
+from scheduler.sequence import Finish, FinishReason, Request, Sequence, StatusCode
 
 _log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -42,19 +43,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         log = _log.bind(router_id=stream.session.router_id)
         log.info("router_connected")
         reader = asyncio.ensure_future(stream.read(request_iterator))
+        end: RequestError | None = None
         try:
             await stream.write(context, reader, self._router_stall_seconds)
-        except (SessionError, wire.SubmitError) as error:
+        except (SessionError, wire.SubmitError, DecodeError) as error:
             log.warning("router_broke_the_rules", error=str(error))
-            await abort(context, RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
+            end = RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
             log.warning("router_stalled", seconds=self._router_stall_seconds)
             message = f"nothing was taken for {self._router_stall_seconds:g} seconds"
-            await abort(context, RequestError(grpc.StatusCode.ABORTED, message))
+            end = RequestError(grpc.StatusCode.ABORTED, message)
         finally:
-            reader.cancel()
+            # Before the status is sent: to a router that takes nothing, that may last for ever.
             stream.close()
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
             log.info("router_disconnected")
+        if end is not None:
+            await abort(context, end)
 
     async def Watch(
         self, request: router_pb2.WatchRequest, context: Context
@@ -130,19 +136,42 @@ class _RouterStream:
             if whole is None:
                 return
             message, token_ids = whole
+        self.session.check_new(message.handle)
         now = self._loop.now()
         request = wire.request_of(message, token_ids, now)
         log = _log.bind(request_id=request.request_id, index=request.sample_index)
+        live = self._loop.core.sequences.get(request.key)
         try:
+            self._check_welcome(request, live)
             seq = self._loop.core.submit(request, array("I", message.output_token_ids), now=now)
         except RefusedError as error:
             log.info("sequence_refused", error=error.message)
             self._refuse(message.handle, error)
             return
-        self.session.attach(message.handle, seq, len(message.output_token_ids))
+        if live is not None and live is not seq:
+            self._loop.deliver([live])  # its reader, if it has one, learns that it was given up
+        older_reader = self.session.attach(message.handle, seq, len(message.output_token_ids))
+        if older_reader is not None:
+            self._loop.wake_router(older_reader)
         log.info("sequence_submitted", num_prompt_tokens=seq.num_prompt_tokens, max_tokens=request.max_tokens)
         self._wake.set()
         self._loop.queue_changed()
+
+    def _check_welcome(self, request: Request, live: Sequence | None) -> None:
+        """Raises RefusedError for a newcomer at a scheduler that leaves, or under a key that is being read.
+
+        A router that comes back takes its own streams over, and what clients were promised is never refused.
+        """
+        if live is None:
+            if self._loop.is_leaving:
+                raise RefusedError(StatusCode.UNAVAILABLE, "the scheduler is shutting down; try again")
+            return
+        reader = session_of(live)
+        if reader is not None and reader.router_id != self.session.router_id and not request.accepted_before:
+            raise RefusedError(
+                StatusCode.ALREADY_EXISTS,
+                f"request_id {request.request_id!r} is in use at another router; choose another",
+            )
 
     def _refuse(self, handle: int, error: RefusedError) -> None:
         finish = Finish(
@@ -156,7 +185,8 @@ class _RouterStream:
 
     def _cancel(self, message: scheduler_pb2.Cancel) -> None:
         for handle in self._parts.give_up(message.key):
-            self.session.refuse(handle, Finish(FinishReason.ABORT, status_code=StatusCode.OK))
+            self.session.refuse(handle, Finish(FinishReason.ABORT))
+            self._wake.set()
         seq = self._loop.core.cancel(message.key, wire.cancel_reason(message.reason), self._loop.now())
         if seq is None:
             return

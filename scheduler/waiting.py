@@ -15,12 +15,13 @@ from scheduler.sequence import Sequence, State
 class WaitingQueue:
     """Sequences in state WAITING. The caller moves states; a sequence that is no longer WAITING is gone."""
 
-    __slots__ = ("_entries", "_entry_of", "_next_entry")
+    __slots__ = ("_entries", "_entry_of", "_next_entry", "num_tokens")
 
     def __init__(self) -> None:
         self._entries: list[tuple[tuple[int, bool, float, int], int, Sequence]] = []
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
         self._next_entry = 0
+        self.num_tokens = 0  # of all that wait: what is known of them stays as it is until they enter
 
     def __len__(self) -> int:
         return len(self._entry_of)
@@ -35,6 +36,7 @@ class WaitingQueue:
         assert seq not in self._entry_of
         self._next_entry += 1
         self._entry_of[seq] = self._next_entry
+        self.num_tokens += len(seq.token_ids)
         heapq.heappush(self._entries, (waiting_key(seq), self._next_entry, seq))
 
     def peek(self) -> Sequence | None:
@@ -49,6 +51,7 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it stands."""
         del self._entry_of[seq]
+        self.num_tokens -= len(seq.token_ids)
         if len(self._entries) > 64 + 2 * len(self._entry_of):
             self._entries = [item for item in self._entries if self._entry_of.get(item[2]) == item[1]]
             heapq.heapify(self._entries)

@@ -25,8 +25,15 @@ class SubmitError(ValueError):
     """A Submit that makes no sense: a fault of the router's, told in one sentence."""
 
 
+class CapacityError(ValueError):
+    """An executor that offers nothing to work with."""
+
+
 def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
-    """What an executor says of itself."""
+    """What an executor says of itself. Raises CapacityError."""
+    for name in ("epoch", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_window"):
+        if getattr(message, name) < 1:
+            raise CapacityError(f"its {name} is 0, it must be at least 1")
     return Capacity(
         num_blocks=message.num_blocks,
         block_size=message.block_size,
@@ -268,7 +275,7 @@ def load_message(core: SchedulerCore) -> scheduler_pb2.GetLoadResponse:
     return scheduler_pb2.GetLoadResponse(
         num_running=core.num_running,
         num_waiting=len(core.waiting),
-        num_waiting_tokens=sum(len(seq.token_ids) for seq in core.waiting),
+        num_waiting_tokens=core.waiting.num_tokens,
         num_free_blocks=sum(state.blocks.num_free for state in states),
         num_blocks=sum(state.blocks.num_blocks for state in states),
         num_executors=len(core.executors),
