@@ -169,7 +169,7 @@ class SchedulerCore:
         """An executor with a fresh epoch. Returns waiting sequences that ended: they are not for it."""
         if executor_id in self.executors:
             raise ValueError(f"executor {executor_id!r} is attached already: detach it first")
-        self.executors[executor_id] = ExecutorState(executor_id, epoch, capacity, self.limits, self.batching)
+        self.executors[executor_id] = ExecutorState(executor_id, epoch, capacity, self.limits)
         return self._end_misfits(now)
 
     def detach(self, executor_id: str, now: float) -> list[Sequence]:
@@ -216,7 +216,10 @@ class SchedulerCore:
     # --- one iteration -----------------------------------------------------------------------------------
 
     def schedule(self, executor_id: str, now: float) -> BatchPlan | None:  # noqa: ARG002  (time-based policy)
-        """The next plan for this executor, or None: the window is full, or there is nothing to say."""
+        """The next plan for this executor, or None: the window is full, or there is nothing to say.
+
+        Raises SessionBrokenError when the executor has failed to end a sequence.
+        """
         state = self.executors[executor_id]
         if not state.session.can_send:
             return None
@@ -258,7 +261,10 @@ class SchedulerCore:
             rows = _rows_that_ran(plan, result)
         if len(result.token_ids) != sum(result.num_sampled):
             raise SessionBrokenError(f"step {result.step_id}: token ids and num_sampled differ")
-        self._append_tokens(state.running, rows, result, outcome.progressed)
+        for unfit in self._append_tokens(rows, result, outcome.progressed):
+            message = "the executor gave a token without the log-probabilities that were asked for"
+            self._end(unfit, _error(StatusCode.INTERNAL, message), Event.ABORT, now)
+            outcome.ended.append(unfit)
         for finished in result.finished:
             seq = state.running.get(finished.seq_id)
             if seq is not None:
@@ -274,12 +280,10 @@ class SchedulerCore:
         return outcome
 
     def _append_tokens(
-        self,
-        running: dict[int, Sequence],
-        rows: list[Sequence],
-        result: StepResult,
-        progressed: list[Sequence],
-    ) -> None:
+        self, rows: list[Sequence], result: StepResult, progressed: list[Sequence]
+    ) -> list[Sequence]:
+        """Appends each row's ids; returns those whose ids came without their log-probabilities."""
+        unfit: list[Sequence] = []
         at = 0
         token_ids = result.token_ids
         for seq, seq_id, count in zip(rows, result.seq_ids, result.num_sampled, strict=True):
@@ -287,6 +291,14 @@ class SchedulerCore:
                 continue
             if seq.seq_id != seq_id:  # that admission is over
                 self.counters.wasted_tokens += count
+            elif seq.logprobs is not None:
+                entries = result.logprobs.get(seq_id, [])
+                if len(entries) == count:
+                    seq.logprobs.extend(entries)
+                    seq.token_ids.extend(token_ids[at : at + count])
+                    progressed.append(seq)
+                else:
+                    unfit.append(seq)
             elif count == 1:
                 seq.token_ids.append(token_ids[at])
                 progressed.append(seq)
@@ -294,10 +306,7 @@ class SchedulerCore:
                 seq.token_ids.extend(token_ids[at : at + count])
                 progressed.append(seq)
             at += count
-        for seq_id, entries in result.logprobs.items():
-            live = running.get(seq_id)
-            if live is not None and live.logprobs is not None:
-                live.logprobs.extend(entries)
+        return unfit
 
     # --- the parts of a plan -----------------------------------------------------------------------------
 
@@ -313,6 +322,8 @@ class SchedulerCore:
             if known - position != 1:
                 if known > position:
                     unfinished.append(seq)
+                elif len(seq.token_ids) >= seq.max_len and not seq.is_padding:
+                    raise SessionBrokenError(f"sequence {seq_id} has all its tokens and was not ended")
                 continue  # else its last token is in flight: a finish by length is foreseen
             if budget == 0:
                 continue

@@ -3,7 +3,6 @@
 Pure data with two derived numbers; the core is its only writer.
 """
 
-from scheduler.batching import Batching
 from scheduler.blocks import BlockManager
 from scheduler.executor_session import ExecutorSession
 from scheduler.plan import Capacity, Leaver
@@ -16,7 +15,6 @@ class ExecutorState:
     """One attached executor: what it can take, what runs there, who owns its blocks."""
 
     __slots__ = (
-        "batching",
         "blocks",
         "capacity",
         "entering",
@@ -36,13 +34,10 @@ class ExecutorState:
         "watermark_blocks",
     )
 
-    def __init__(
-        self, executor_id: str, epoch: int, capacity: Capacity, limits: Limits, batching: Batching
-    ) -> None:
+    def __init__(self, executor_id: str, epoch: int, capacity: Capacity, limits: Limits) -> None:
         num_blocks = min(capacity.num_blocks, limits.num_blocks or capacity.num_blocks)
         self.executor_id = executor_id
         self.capacity = capacity
-        self.batching = batching
         self.session = ExecutorSession(epoch, min(limits.window, capacity.max_window))
         self.blocks = BlockManager(num_blocks, capacity.block_size)
         self.max_num_seqs = min(capacity.max_num_seqs, limits.max_num_seqs or capacity.max_num_seqs)
