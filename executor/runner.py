@@ -17,6 +17,8 @@ from executor import sampler
 from executor.attention.base import AttentionBackend, AttentionSpec, select_backend
 from executor.attention.reference import ReferenceAttention
 from executor.inputs import SampleRow, StepInputs
+from executor.kernels.build import KernelsUnavailableError
+from executor.kernels.library import fastest
 from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
 from executor.model import ModelError
 from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
@@ -24,6 +26,7 @@ from executor.model.config import ModelConfig
 from executor.model.decoder import Decoder
 from executor.model.weights import load_weights
 from executor.operations.base import Operations
+from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
 from executor.sequences import Sampled, SamplingParams
 
@@ -110,7 +113,7 @@ class ModelRunner:
             block_size=block_size,
             scale=config.head_dim**-0.5,
         )
-        operations = PlainOperations(select_backend(BACKENDS, spec))
+        operations = select_operations(spec)
         weights = load_weights(checkpoint, torch_dtype, torch_device, operations)
         if num_blocks is None:
             num_blocks = default_num_blocks(
@@ -261,6 +264,22 @@ def checked_device(device: str) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device; use cpu.")
     return torch.device(device)
+
+
+def select_operations(spec: AttentionSpec) -> Operations:
+    """Our own kernels where they can compute this; plain torch where not, and the log says why."""
+    refusal = CpuOperations.refusal(spec)
+    if refusal is None:
+        try:
+            operations = CpuOperations(fastest(torch.get_num_threads()), spec)
+        except KernelsUnavailableError as error:
+            refusal = str(error)
+        else:
+            log.info("operations_selected", operations=operations.name)
+            return operations
+    plain = PlainOperations(select_backend(BACKENDS, spec))
+    log.info("operations_selected", operations=plain.name, no_kernels=refusal)
+    return plain
 
 
 def numerics(device: torch.device, dtype: str, operations: Operations) -> str:

@@ -10,11 +10,10 @@ each result before it asks for the next of its kind. Nothing is written to a ten
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from executor.attention.base import AttentionMetadata
 from executor.inputs import StepInputs
 from executor.kv_cache import LayerCache
 
@@ -57,7 +56,8 @@ class StepTensors:
     """int64 `[T]`"""
     logits_indices: Tensor
     """int64 `[S]`, which of the T tokens sample"""
-    attention: AttentionMetadata
+    attention: Any
+    """what attention reads; made and read behind the door"""
 
 
 class Operations(Protocol):

@@ -63,6 +63,6 @@ def logits_by_steps(
         every_token = np.arange(bounds[-1], dtype=np.int64)
         logits = runner.logits(dataclasses.replace(batch.inputs, logits_indices=every_token))
         for index, start, end in zip(batch.sampled_seq_ids, bounds[:-1], bounds[1:], strict=True):
-            pieces[index].append(logits[start:end])
+            pieces[index].append(logits[start:end].clone())
             computed[index] += end - start
     return [torch.cat(parts) for parts in pieces]
