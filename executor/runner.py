@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 import torch
 
-from executor import sampler
+from executor import sampler, self_test
 from executor.attention.base import AttentionBackend, AttentionSpec, select_backend
 from executor.attention.reference import ReferenceAttention
 from executor.inputs import SampleRow, StepInputs
@@ -73,7 +73,6 @@ class ModelRunner:
         self._config: ModelConfig = checkpoint.config
         self._eos_token_ids = checkpoint.eos_token_ids
         self._model = model
-        self._row_invariant = operations.row_invariant
         self._kv_cache = kv_cache
         self._dtype = dtype
         self._device = device
@@ -82,6 +81,7 @@ class ModelRunner:
             tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
             numerics=numerics(device, dtype, operations),
         )
+        self._row_invariant = operations.row_invariant and self._is_row_invariant()
 
     @classmethod
     def load(
@@ -224,6 +224,26 @@ class ModelRunner:
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the rows of one step: float32 logits `[num_sampling_rows, vocab_size]`."""
         return self._model.logits(inputs, self._kv_cache)
+
+    @torch.inference_mode()
+    def _is_row_invariant(self) -> bool:
+        """What the self-test finds, on a small cache of its own."""
+        cache = KVCache(
+            self._config,
+            num_blocks=self_test.num_blocks(self.block_size),
+            block_size=self.block_size,
+            dtype=DTYPES[self._dtype],
+            device=self._device,
+        )
+        invariant = self_test.is_row_invariant(
+            lambda inputs: self._model.logits(inputs, cache),
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            block_size=self.block_size,
+        )
+        if not invariant:
+            log.warning("not_row_invariant", numerics=self._fingerprints.numerics)
+        return invariant
 
     def warm_up(self) -> None:
         """Make one real token, in the block that belongs to no sequence.

@@ -110,8 +110,10 @@ class Kernels:
             library = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from error
-        library.start.argtypes, library.start.restype = (c_int,), c_bool
-        if not library.start(num_threads):
+        self.start = library.start
+        """Start threads until there are so many; there are never fewer again."""
+        self.start.argtypes, self.start.restype = (c_int,), c_bool
+        if not self.start(num_threads):
             raise KernelsUnavailableError(f"the system does not let us use {instruction_set.name}")
         self.name = instruction_set.name
         self.pack_weight = library.pack_weight
@@ -135,6 +137,7 @@ class Kernels:
         for function in vars(self).values():
             if hasattr(function, "restype"):
                 function.restype = None
+        self.start.restype = c_bool
 
 
 def fastest(num_threads: int) -> Kernels:
