@@ -32,9 +32,10 @@ NUM_CANDIDATES: Final = 1024
 
 
 Choose = Callable[[Tensor, Sequence[SampleRow]], tuple[list[int], list[float]]]
-"""Takes allowed logits, float32 `[num_rows, vocab_size]`, and what each row asks for. Returns a token for each
-row, and its highest logit: NaN if one is, -inf when nothing is left. A row whose highest logit is not finite
-gets any token."""
+"""Takes allowed logits, float32 `[num_rows, vocab_size]`, and what each row asks for.
+
+Returns a token for each row, and its highest logit: NaN if one is, -inf when nothing is left. A row whose
+highest logit is not finite gets any token."""
 
 
 def choose(allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
