@@ -1,12 +1,15 @@
-"""`python -m executor.kernels`: builds the kernels for every instruction set, for images without a compiler."""
+"""`python -m executor.kernels`: builds the kernels for every instruction set, for images without compiler."""
 
 import sys
+
+import structlog
 
 from executor.kernels.build import INSTRUCTION_SETS, KernelsUnavailableError, built
 
 
 def main() -> int:
     """Builds what is not there yet, prints where it is, and returns the exit code."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         print(*(built(each) for each in INSTRUCTION_SETS), sep="\n")  # noqa: T201 - the answer
     except KernelsUnavailableError as error:

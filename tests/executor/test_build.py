@@ -1,6 +1,7 @@
 """How kernels come to be there: built once, found again, and said to be missing in a sentence."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ from structlog.testing import capture_logs
 from executor import runner
 from executor.attention.base import AttentionSpec
 from executor.kernels import build, library
-from executor.kernels.__main__ import main as kernels_main
 from executor.kernels.build import InstructionSet, KernelsUnavailableError
 from tests.executor.numerics import load, one_shot_logits, reference_logits
 from tests.rig import tiny_model
@@ -49,14 +49,20 @@ def test_what_another_machine_has_built_needs_no_compiler(
     assert build.built(PLAIN) == there
 
 
-def test_every_set_is_built_for_images(
-    small_source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert kernels_main() == 0
-    assert len(capsys.readouterr().out.split()) == len(build.INSTRUCTION_SETS)
+def test_every_set_is_built_for_images(small_source: Path) -> None:
+    def run() -> subprocess.CompletedProcess[str]:
+        code = (
+            "import sys; from pathlib import Path; from executor.kernels import __main__, build;"
+            f"build.SOURCES = Path({str(small_source.parent)!r}); sys.exit(__main__.main())"
+        )
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    done = run()
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == len(build.INSTRUCTION_SETS)
+    assert all(Path(line).exists() for line in done.stdout.splitlines())
     small_source.write_text("no c plus plus\n")
-    assert kernels_main() == 1
-    assert "failed" in capsys.readouterr().err
+    assert run().returncode == 1
 
 
 def test_other_flags_are_another_file(small_source: Path) -> None:
