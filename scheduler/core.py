@@ -14,7 +14,7 @@ sequence, the waiting queue, and for each executor the running set, the blocks a
 
 from dataclasses import dataclass, field
 
-from scheduler import policy
+from scheduler import padding, policy
 from scheduler.batching import Batching
 from scheduler.executor_session import SessionBrokenError
 from scheduler.executor_state import ExecutorState
@@ -74,8 +74,13 @@ class SchedulerCore:
         limits: Limits | None = None,
         batching: Batching = Batching.ITERATION,
         padding_sampling: bytes = b"",
+        cache_secret: bytes = b"",
     ) -> None:
-        """`padding_sampling`: encoded sampling parameters under which a padding row never ends."""
+        """A scheduler without executors.
+
+        `padding_sampling`: encoded sampling parameters under which a padding row never ends.
+        `cache_secret`: up to 64 random bytes that key the names of cached blocks.
+        """
         self.limits = limits or Limits()
         self.batching = batching
         self.counters = Counters()
@@ -83,6 +88,7 @@ class SchedulerCore:
         self.executors: dict[str, ExecutorState] = {}
         self.sequences: dict[bytes, Sequence] = {}
         self._padding_sampling = padding_sampling
+        self._cache_secret = cache_secret
         self._timers = Timers()
         self._num_submitted = 0
 
@@ -169,7 +175,9 @@ class SchedulerCore:
         """An executor with a fresh epoch. Returns waiting sequences that ended: they are not for it."""
         if executor_id in self.executors:
             raise ValueError(f"executor {executor_id!r} is attached already: detach it first")
-        self.executors[executor_id] = ExecutorState(executor_id, epoch, capacity, self.limits, self.batching)
+        self.executors[executor_id] = ExecutorState(
+            executor_id, epoch, capacity, self.limits, self.batching, self._cache_secret
+        )
         return self._end_misfits(now)
 
     def detach(self, executor_id: str, now: float) -> list[Sequence]:
@@ -179,6 +187,7 @@ class SchedulerCore:
         """
         state = self.executors.pop(executor_id)
         for seq in list(state.running.values()):
+            self._look_again(state.cache.end(seq))
             if not seq.is_padding:
                 self._back_to_waiting(seq)
         return self._end_misfits(now)
@@ -223,6 +232,7 @@ class SchedulerCore:
         # Each running sequence takes at most one block a step: with more free ones nobody can be short.
         if state.blocks.num_free < len(state.running) and not self._make_room(state):
             return None
+        state.is_hashing = False
         may_enter = self.batching.may_enter(num_running=len(state.running))
         rows = Rows(state.max_num_batched_tokens)
         self._admit_padding(state, rows)
@@ -259,6 +269,7 @@ class SchedulerCore:
         if len(result.token_ids) != sum(result.num_sampled):
             raise SessionBrokenError(f"step {result.step_id}: token ids and num_sampled differ")
         self._append_tokens(state.running, rows, result, outcome.progressed)
+        self._register_blocks(state, plan, result)
         for finished in result.finished:
             seq = state.running.get(finished.seq_id)
             if seq is not None:
@@ -299,6 +310,17 @@ class SchedulerCore:
             if live is not None and live.logprobs is not None:
                 live.logprobs.extend(entries)
 
+    def _register_blocks(self, state: ExecutorState, plan: BatchPlan, result: StepResult) -> None:
+        """What this step has filled can be used by others, unless its row failed or its sequence has gone."""
+        failed = {error.seq_id for error in result.errors}
+        for seq, seq_id, num_computed_tokens in plan.filled:
+            if seq.seq_id == seq_id and seq_id not in failed and not seq.is_padding:
+                self._look_again(state.cache.register(seq, num_computed_tokens))
+
+    def _look_again(self, followers: list[Sequence]) -> None:
+        for seq in followers:
+            self.waiting.unpark(seq)
+
     # --- the parts of a plan -----------------------------------------------------------------------------
 
     def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
@@ -317,7 +339,7 @@ class SchedulerCore:
             if budget == 0:
                 continue
             if position == seq.num_slots:
-                if not blocks.free_block_ids:
+                if not blocks.num_free:
                     continue  # put off: nobody may be preempted yet
                 self._grow(state, seq, rows)
             members.append(seq)
@@ -339,6 +361,8 @@ class SchedulerCore:
         rows.grown_seq_ids.append(seq.seq_id)
         rows.num_new_blocks.append(1)
         rows.new_block_ids += block_ids
+        # The block before is full when this plan has answered: the row that filled it came before.
+        rows.filled.append((seq, seq.seq_id, seq.num_computed_tokens))
 
     def _cut_to_step_time(self, state: ExecutorState, rows: Rows) -> None:
         """While anything decodes, chunks may only fill the wanted step duration.
@@ -360,28 +384,51 @@ class SchedulerCore:
         fills_at_once = self.batching is not Batching.ITERATION
         while (rows.budget > 0 or fills_at_once) and len(state.running) < state.max_num_seqs:
             seq = self.waiting.peek()
-            if seq is None or not self._fits_now(state, seq):
+            if seq is None:
+                return
+            matched = state.cache.matched(seq)
+            if matched is None:
+                state.is_hashing = True
+                return
+            leader = state.cache.leader_of(seq, len(matched))
+            if leader is not None and not fills_at_once:
+                self.waiting.park(seq)
+                state.cache.follow(seq, leader)
+                continue
+            if not self._fits_now(state, seq, matched):
                 return
             self.waiting.remove(seq)
-            seq.move(Event.ADMIT)
-            seq.has_started = True
-            seq.num_tokens_at_admission = len(seq.token_ids)
-            block_ids = state.blocks.allocate(state.blocks.blocks_for(len(seq.token_ids)))
-            self._enter(state, seq, block_ids, rows)
+            self._place(state, seq, matched, rows)
             if rows.budget > 0:
                 rows.chunk(seq, rows.budget)
 
-    def _fits_now(self, state: ExecutorState, seq: Sequence) -> bool:
-        block_size = state.blocks.block_size
-        need = state.blocks.blocks_for(len(seq.token_ids))
-        if state.blocks.num_free < need:
+    def _fits_now(self, state: ExecutorState, seq: Sequence, matched: list[int]) -> bool:
+        """Whether the blocks that can be had suffice. Shared blocks cost nothing, unless nobody held them."""
+        blocks = state.blocks
+        num_free = blocks.num_free - blocks.num_idle_among(matched) + len(matched)
+        if num_free < blocks.blocks_for(len(seq.token_ids)):
             return False
         if not state.running:
             return True  # alone it fits: `submit` and `attach` saw to that
         running = state.running.values()
-        return state.blocks.num_free >= policy.blocks_to_enter(
-            seq, running, block_size, state.watermark_blocks
-        )
+        return num_free >= policy.blocks_to_enter(seq, running, blocks.block_size, state.watermark_blocks)
+
+    def _place(self, state: ExecutorState, seq: Sequence, matched: list[int], rows: Rows) -> None:
+        """Admits `seq`: blocks for its whole context, the beginning of which was found in the cache."""
+        blocks = state.blocks
+        num_cached_tokens = len(matched) * blocks.block_size
+        if not seq.has_started:
+            seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)
+            state.cache.num_query_tokens += seq.num_prompt_tokens
+            state.cache.num_hit_tokens += seq.num_cached_tokens
+        blocks.share(matched)
+        block_table = matched + blocks.allocate(blocks.blocks_for(len(seq.token_ids)) - len(matched))
+        seq.move(Event.ADMIT)
+        seq.has_started = True
+        seq.num_tokens_at_admission = len(seq.token_ids)
+        seq.num_computed_tokens = num_cached_tokens
+        self._enter(state, seq, block_table, rows)
+        state.cache.begin(seq, len(matched))
 
     def _enter(self, state: ExecutorState, seq: Sequence, block_ids: list[int], rows: Rows) -> None:
         """Gives `seq` a seat under a new seq_id. Plans are kept for resending, so they get copies."""
@@ -422,6 +469,7 @@ class SchedulerCore:
             positions_sum=rows.positions_sum,
             num_samples=rows.num_samples,
             rows=rows.rows,
+            filled=rows.filled,
             left=state.left,
         )
         state.released_seq_ids = []
@@ -452,6 +500,8 @@ class SchedulerCore:
             self._preempt(state, seq)
 
     def _preempt(self, state: ExecutorState, seq: Sequence) -> None:
+        if not seq.is_padding:  # nothing is in flight: all it has computed is known, and may be found again
+            self._look_again(state.cache.register(seq, seq.num_computed_tokens))
         self._leave(state, seq, reason=None, tell_executor=True)
         if not seq.is_padding:
             self.counters.preemptions += 1
@@ -478,13 +528,15 @@ class SchedulerCore:
             executor_knows = event in {Event.FINISH, Event.FAIL}
             if not executor_knows:
                 seq.num_wasted_tokens = max(0, seq.num_known_tokens - len(seq.token_ids))
+            if event is Event.FINISH:  # all but its last token was fed, and has answered
+                self._look_again(state.cache.register(seq, len(seq.token_ids) - 1))
             block_table = seq.block_table
-            keeps_seat = self._keeps_seat(state, seq, finish)
+            keeps_seat = padding.keeps_seat(state, seq, finish)
             self._leave(state, seq, finish.reason, tell_executor=not executor_knows, keep_blocks=keeps_seat)
             if keeps_seat:
-                self._pad(state, seq, block_table)
-            elif self.batching is Batching.REQUEST_PADDED:
-                self._drop_padding_when_alone(state)
+                state.entering.append(padding.padding_of(state, seq, block_table))
+            elif padding.is_all_padding(state):
+                self._drop_padding(state)
         seq.move(event)
         seq.finish = finish
         seq.seq_id = 0
@@ -503,47 +555,24 @@ class SchedulerCore:
         tell_executor: bool,
         keep_blocks: bool = False,
     ) -> None:
+        self._look_again(state.cache.end(seq))
         if not keep_blocks:
-            state.blocks.free(seq.block_table)
+            state.blocks.release(seq.block_table)
         del state.running[seq.seq_id]
         if tell_executor:
             state.released_seq_ids.append(seq.seq_id)
         state.left.append(Leaver(seq, seq.seq_id, reason))
-
-    # --- padded request-level batches: the baseline that computes finished rows on --------------------------
-
-    def _keeps_seat(self, state: ExecutorState, seq: Sequence, finish: Finish) -> bool:
-        return (
-            self.batching is Batching.REQUEST_PADDED
-            and not seq.is_padding
-            and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
-            and len(seq.token_ids) < state.max_total_tokens
-            and any(other is not seq and not other.is_padding for other in state.running.values())
-        )
-
-    def _pad(self, state: ExecutorState, seq: Sequence, block_table: list[int]) -> None:
-        """A padding row takes the seat, the blocks and the context of a finished member."""
-        pad = Sequence(seq.request, seq.token_ids[:], len(seq.token_ids), state.max_total_tokens, seq.order)
-        pad.is_padding = True
-        pad.forget_computed()
-        pad.num_computed_tokens = len(pad.token_ids) - 1  # its KV is there; the last token was never fed
-        pad.num_known_tokens = len(pad.token_ids)
-        pad.block_table = block_table
-        pad.move(Event.ADMIT)
-        state.entering.append(pad)
 
     def _admit_padding(self, state: ExecutorState, rows: Rows) -> None:
         for pad in state.entering:
             self._enter(state, pad, pad.block_table, rows)
         state.entering = []
 
-    def _drop_padding_when_alone(self, state: ExecutorState) -> None:
-        if any(not seq.is_padding for seq in state.running.values()):
-            return
+    def _drop_padding(self, state: ExecutorState) -> None:
         for pad in list(state.running.values()):
             self._leave(state, pad, reason=None, tell_executor=True)
         for pad in state.entering:
-            state.blocks.free(pad.block_table)
+            state.blocks.release(pad.block_table)
         state.entering = []
 
     # --- small things ------------------------------------------------------------------------------------

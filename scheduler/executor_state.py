@@ -8,6 +8,7 @@ from scheduler.blocks import BlockManager
 from scheduler.executor_session import ExecutorSession
 from scheduler.plan import Capacity, Leaver
 from scheduler.policy import Limits
+from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence
 from scheduler.step_time import StepTimeModel
 
@@ -18,11 +19,13 @@ class ExecutorState:
     __slots__ = (
         "batching",
         "blocks",
+        "cache",
         "capacity",
         "entering",
         "executor_id",
         "has_ghosts",
         "is_draining",
+        "is_hashing",
         "left",
         "max_num_batched_tokens",
         "max_num_seqs",
@@ -37,7 +40,13 @@ class ExecutorState:
     )
 
     def __init__(
-        self, executor_id: str, epoch: int, capacity: Capacity, limits: Limits, batching: Batching
+        self,
+        executor_id: str,
+        epoch: int,
+        capacity: Capacity,
+        limits: Limits,
+        batching: Batching,
+        cache_secret: bytes,
     ) -> None:
         num_blocks = min(capacity.num_blocks, limits.num_blocks or capacity.num_blocks)
         self.executor_id = executor_id
@@ -45,6 +54,12 @@ class ExecutorState:
         self.batching = batching
         self.session = ExecutorSession(epoch, min(limits.window, capacity.max_window))
         self.blocks = BlockManager(num_blocks, capacity.block_size)
+        self.cache = PrefixCache(
+            self.blocks,
+            secret=cache_secret,
+            fingerprint=capacity.model_fingerprint,
+            is_on=limits.prefix_caching,
+        )
         self.max_num_seqs = min(capacity.max_num_seqs, limits.max_num_seqs or capacity.max_num_seqs)
         self.max_num_batched_tokens = min(
             capacity.max_num_batched_tokens, limits.max_num_batched_tokens or capacity.max_num_batched_tokens
@@ -58,6 +73,7 @@ class ExecutorState:
         self.left: list[Leaver] = []  # since the last plan, for those who watch
         self.next_seq_id = 1
         self.is_draining = False
+        self.is_hashing = False  # a long prompt waits for its names: plan again even if nothing else happens
         self.previous_step_us = 0  # of the newest answered step, for those who watch
         self.previous_idle_us = 0
 

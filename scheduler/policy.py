@@ -25,6 +25,7 @@ class Limits:
     num_blocks: int | None = None
     window: int = 2
     max_step_us: float | None = None  # wanted step duration while anything decodes
+    prefix_caching: bool = True
     watermark: float = 0.01  # share of blocks kept free at admission, for the running to grow into
     orphan_grace_seconds: float = 10.0
     result_keep_seconds: float = 60.0

@@ -111,6 +111,14 @@ class Finish:
     retry_after_seconds: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A waiting sequence whose first `num_blocks` blocks are being computed by another one."""
+
+    seq: "Sequence"
+    num_blocks: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way.
@@ -132,6 +140,9 @@ class Sequence:
     executor_id: str = ""
     block_table: list[int] = field(default_factory=list)
     num_slots: int = 0  # tokens the block table has room for
+    block_keys: list[bytes] = field(default_factory=list)  # names of its full blocks' content, as far as made
+    num_registered_blocks: int = 0  # of its block table, from the start: found or made known in the index
+    followers: list["Follower"] = field(default_factory=list)  # who waits for blocks that it computes
     has_started: bool = False  # was admitted at least once
     num_tokens_at_admission: int = 0
     num_preemptions: int = 0

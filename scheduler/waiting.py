@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from scheduler.policy import waiting_key
 from scheduler.sequence import Sequence, State
 
+_PARKED = 0  # no entry of the heap has this number
+
 
 class WaitingQueue:
     """Sequences in state WAITING. The caller moves states; a sequence that is no longer WAITING is gone."""
@@ -34,9 +36,12 @@ class WaitingQueue:
         """Adds a sequence that waits."""
         assert seq.state is State.WAITING
         assert seq not in self._entry_of
+        self.num_tokens += len(seq.token_ids)
+        self._add_entry(seq)
+
+    def _add_entry(self, seq: Sequence) -> None:
         self._next_entry += 1
         self._entry_of[seq] = self._next_entry
-        self.num_tokens += len(seq.token_ids)
         heapq.heappush(self._entries, (waiting_key(seq), self._next_entry, seq))
 
     def peek(self) -> Sequence | None:
@@ -47,6 +52,15 @@ class WaitingQueue:
                 return seq
             heapq.heappop(self._entries)
         return None
+
+    def park(self, seq: Sequence) -> None:
+        """`seq` still waits, but is not served before `unpark`."""
+        self._entry_of[seq] = _PARKED
+
+    def unpark(self, seq: Sequence) -> None:
+        """Back into its place, if it still waits and was parked."""
+        if self._entry_of.get(seq) == _PARKED:
+            self._add_entry(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it stands."""

@@ -40,12 +40,25 @@ class CoreMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 5, 16, 64]),
         batching=st.sampled_from([Batching.ITERATION] * 4 + [Batching.REQUEST, Batching.REQUEST_PADDED]),
         watermark=st.sampled_from([0.0, 0.1]),
+        prefix_caching=st.sampled_from([True, True, False]),
     )
     def start(
-        self, num_blocks: int, block_size: int, seats: int, budget: int, batching: Batching, watermark: float
+        self,
+        num_blocks: int,
+        block_size: int,
+        seats: int,
+        budget: int,
+        batching: Batching,
+        watermark: float,
+        prefix_caching: bool,
     ) -> None:
         self.h = Harness(
-            Limits(window=self.window, watermark=watermark, orphan_grace_seconds=5.0),
+            Limits(
+                window=self.window,
+                watermark=watermark,
+                orphan_grace_seconds=5.0,
+                prefix_caching=prefix_caching,
+            ),
             batching,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -63,15 +76,28 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         lifetime=st.sampled_from([None, None, None, 3.0, 20.0]),
         ignore_eos=st.booleans(),
-        salt=st.integers(0, 89),
+        salt=st.sampled_from([0, 0, 0, 1, 30]),
+        cache_salt=st.sampled_from(["", "", "red"]),
     )
     def submit(  # one argument for each thing that can differ
-        self, length: int, max_tokens: int, priority: int, lifetime: float | None, ignore_eos: bool, salt: int
+        self,
+        length: int,
+        max_tokens: int,
+        priority: int,
+        lifetime: float | None,
+        ignore_eos: bool,
+        salt: int,
+        cache_salt: str,
     ) -> None:
         self.name += 1
         prompt = [(5 * i + salt) % 90 for i in range(length)]
         deadline = None if lifetime is None else self.h.now + lifetime
-        fields = {"priority": priority, "deadline": deadline, "ignore_eos": ignore_eos}
+        fields = {
+            "priority": priority,
+            "deadline": deadline,
+            "ignore_eos": ignore_eos,
+            "cache_salt": cache_salt,
+        }
         try:
             self.all.append(self.h.submit(f"r{self.name}", prompt, max_tokens, **fields))
         except RefusedError:
