@@ -21,8 +21,10 @@ from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
 from executor.model import ModelError
 from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
 from executor.model.config import ModelConfig
-from executor.model.llama import Llama
+from executor.model.decoder import Decoder
 from executor.model.weights import load_weights
+from executor.operations.base import Operations
+from executor.operations.plain import PlainOperations
 from executor.sequences import Sampled, SamplingParams
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -58,9 +60,9 @@ class ModelRunner:
         self,
         checkpoint: Checkpoint,
         *,
-        model: Llama,
+        model: Decoder,
         model_fingerprint: str,
-        attention: AttentionBackend,
+        operations: Operations,
         kv_cache: KVCache,
         dtype: str,
         device: torch.device,
@@ -68,14 +70,14 @@ class ModelRunner:
         self._config: ModelConfig = checkpoint.config
         self._eos_token_ids = checkpoint.eos_token_ids
         self._model = model
-        self._attention = attention
+        self._row_invariant = operations.row_invariant
         self._kv_cache = kv_cache
         self._dtype = dtype
         self._device = device
         self._fingerprints = Fingerprints(
             model=model_fingerprint,
             tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
-            numerics=numerics(device, dtype, attention),
+            numerics=numerics(device, dtype, operations),
         )
 
     @classmethod
@@ -106,9 +108,10 @@ class ModelRunner:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
+            scale=config.head_dim**-0.5,
         )
-        attention = select_backend(BACKENDS, spec)
-        weights = load_weights(checkpoint, torch_dtype, torch_device)
+        operations = PlainOperations(select_backend(BACKENDS, spec))
+        weights = load_weights(checkpoint, torch_dtype, torch_device, operations)
         if num_blocks is None:
             num_blocks = default_num_blocks(
                 config,
@@ -140,9 +143,9 @@ class ModelRunner:
         )
         return cls(
             checkpoint,
-            model=Llama(config, weights, attention),
+            model=Decoder(config, weights, operations),
             model_fingerprint=weights.fingerprint,
-            attention=attention,
+            operations=operations,
             kv_cache=kv_cache,
             dtype=dtype,
             device=torch_device,
@@ -195,11 +198,8 @@ class ModelRunner:
 
     @property
     def row_invariant(self) -> bool:
-        """Whether a token's logits are bit-identical whatever the batch, the chunks and the cache.
-
-        No: the matrix products of torch choose their order of summation by the number of rows.
-        """
-        return False
+        """Whether a token's logits are bit-identical whatever the batch, the chunks and the cache."""
+        return self._row_invariant
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, sample_rows: Sequence[SampleRow]) -> StepOutput:
@@ -220,11 +220,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the rows of one step: float32 logits `[num_sampling_rows, vocab_size]`."""
-        token_ids = torch.from_numpy(inputs.token_ids).to(self._device)
-        positions = torch.from_numpy(inputs.positions).to(self._device)
-        metadata = self._attention.prepare(inputs)
-        hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
-        return self._model.logits(hidden[torch.from_numpy(inputs.logits_indices).to(self._device)])
+        return self._model.logits(inputs, self._kv_cache)
 
     def warm_up(self) -> None:
         """Make one real token, in the block that belongs to no sequence.
@@ -267,11 +263,11 @@ def checked_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def numerics(device: torch.device, dtype: str, attention: AttentionBackend) -> str:
+def numerics(device: torch.device, dtype: str, operations: Operations) -> str:
     """What the bits of the logits depend on beside the weights."""
     kind = (
         torch.backends.cpu.get_cpu_capability()
         if device.type == "cpu"
         else torch.cuda.get_device_name(device)
     )
-    return f"{device.type} {kind}, {dtype}, {attention.name} attention, torch {torch.__version__}"
+    return f"{device.type} {kind}, {dtype}, {operations.name}, torch {torch.__version__}"

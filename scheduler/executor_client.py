@@ -89,6 +89,8 @@ class ExecuteStream:
         """Results in order; never ends but by raising what the end of the stream means."""
         try:
             async for message in self._call:
+                if message is None:  # how grpc tells of bytes that it cannot parse
+                    raise EpochLostError("what came is no StepResult")
                 yield wire.result_of(message)
         except grpc.aio.AioRpcError as error:
             raise _meaning(error) from error

@@ -6,6 +6,7 @@ Stubs are compiled with the repository root as include path, so that generated i
 """
 
 import filecmp
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,10 @@ def generate(target: Path) -> None:
     """Writes all stubs under `target`, keeping the `protos/v1` folders."""
     names = [str(path.relative_to(ROOT)) for path in PROTOS]
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}"]
-    command += [f"--python_out={target}", f"--grpc_python_out={target}", f"--mypy_out={target}", f"--mypy_grpc_out={target}"]
-    subprocess.run([*command, *names], check=True, cwd=ROOT)
+    command += [f"--{kind}_out={target}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    # protoc looks for its plugins on the path; they are installed beside this interpreter.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    subprocess.run([*command, *names], check=True, cwd=ROOT, env=os.environ | {"PATH": path})
 
 
 def stale(fresh: Path) -> list[str]:

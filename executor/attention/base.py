@@ -31,6 +31,10 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    scale: float
+    """what the products of queries and keys are multiplied with"""
+    soft_cap: float | None = None
+    """c, where scores are `c * tanh(scores / c)`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class AttentionBackend(Protocol):
     """Attention over a paged cache."""
 
     name: str
+    spec: AttentionSpec
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
@@ -73,8 +78,13 @@ class AttentionBackend(Protocol):
     def write_kv(self, cache: LayerCache, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> None:
         """Put the new tokens' `keys` and `values`, `[T, num_kv_heads, head_dim]`, into their slots."""
 
-    def forward(self, query: Tensor, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
-        """Attend `query` `[T, num_heads, head_dim]` to the cached contexts; the result has the same shape."""
+    def forward(
+        self, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, *, window: int | None
+    ) -> Tensor:
+        """Attend `query` `[T, num_heads, head_dim]` to the cached contexts; the result has the same shape.
+
+        With a `window`, a token sees itself and the `window - 1` tokens before it.
+        """
 
 
 def select_backend(candidates: Sequence[type[AttentionBackend]], spec: AttentionSpec) -> AttentionBackend:

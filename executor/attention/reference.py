@@ -70,18 +70,18 @@ class ReferenceAttention:
         return None
 
     def __init__(self, spec: AttentionSpec) -> None:
-        self._spec = spec
+        self.spec = spec
 
     def prepare(self, inputs: StepInputs) -> AttentionMetadata:
         """The step's metadata, with its rows sorted into groups and chunks."""
-        device = self._spec.device
+        device = self.spec.device
         slots = torch.from_numpy(inputs.slot_mapping).to(device)
         return AttentionMetadata(
             query_start_loc=torch.from_numpy(inputs.query_start_loc).to(device),
             seq_lens=torch.from_numpy(inputs.seq_lens).to(device),
             block_tables=torch.from_numpy(inputs.block_tables).to(device),
-            slot_blocks=slots // self._spec.block_size,
-            slot_offsets=slots % self._spec.block_size,
+            slot_blocks=slots // self.spec.block_size,
+            slot_offsets=slots % self.spec.block_size,
             num_decodes=inputs.num_decodes,
             max_query_len=inputs.max_query_len,
             max_seq_len=inputs.max_seq_len,
@@ -93,18 +93,21 @@ class ReferenceAttention:
         cache.keys[metadata.slot_blocks, metadata.slot_offsets] = keys
         cache.values[metadata.slot_blocks, metadata.slot_offsets] = values
 
-    def forward(self, query: Tensor, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, *, window: int | None
+    ) -> Tensor:
         """Attend to the cached contexts."""
         plan: ReferencePlan = metadata.plan
         output = torch.empty_like(query)
         for group in plan.groups:
-            output[group.rows] = self._attend_group(query[group.rows], cache, group)
+            output[group.rows] = self._attend_group(query[group.rows], cache, group, window)
         for chunk in plan.chunks:
-            output[chunk.start : chunk.end] = self._attend_chunk(query[chunk.start : chunk.end], cache, chunk)
+            tokens = slice(chunk.start, chunk.end)
+            output[tokens] = self._attend_chunk(query[tokens], cache, chunk, window)
         return output
 
     def _groups(self, inputs: StepInputs) -> tuple[DecodeGroup, ...]:
-        num_decodes, block_size = inputs.num_decodes, self._spec.block_size
+        num_decodes, block_size = inputs.num_decodes, self.spec.block_size
         seq_lens = inputs.seq_lens[:num_decodes].astype(np.int64)
         num_blocks = -(-seq_lens // block_size)
         group_of_row = np.ceil(np.log2(num_blocks)).astype(np.int64)
@@ -114,9 +117,9 @@ class ReferenceAttention:
         )
 
     def _group(self, rows: np.ndarray, num_blocks: np.ndarray, inputs: StepInputs) -> DecodeGroup:
-        device = self._spec.device
+        device = self.spec.device
         width = int(num_blocks[rows].max())
-        slots = np.arange(width * self._spec.block_size)
+        slots = np.arange(width * self.spec.block_size)
         mask = torch.from_numpy(slots[None, :] < inputs.seq_lens[rows, None]).to(device)
         return DecodeGroup(
             rows=torch.from_numpy(rows).to(device),
@@ -130,10 +133,10 @@ class ReferenceAttention:
         return tuple(self._chunk(row, inputs) for row in rows)
 
     def _chunk(self, row: int, inputs: StepInputs) -> Chunk:
-        device = self._spec.device
+        device = self.spec.device
         start, end = int(inputs.query_start_loc[row]), int(inputs.query_start_loc[row + 1])
         seq_len = int(inputs.seq_lens[row])
-        num_blocks = -(-seq_len // self._spec.block_size)
+        num_blocks = -(-seq_len // self.spec.block_size)
         query_positions = np.arange(seq_len - (end - start), seq_len)
         return Chunk(
             start=start,
@@ -143,26 +146,41 @@ class ReferenceAttention:
             mask=torch.from_numpy(np.arange(seq_len)[None, :] <= query_positions[:, None]).to(device),
         )
 
-    def _attend_group(self, query: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
+    def _attend_group(
+        self, query: Tensor, cache: LayerCache, group: DecodeGroup, window: int | None
+    ) -> Tensor:
         # The query heads that share a key-value head become its query tokens: they see the same context.
         num_rows, num_heads, head_dim = query.shape
-        queries = query.view(num_rows, self._spec.num_kv_heads, -1, head_dim)
+        queries = query.view(num_rows, self.spec.num_kv_heads, -1, head_dim)
         keys = _gathered(cache.keys, group.block_tables).masked_fill_(group.padding, 0.0)
         values = _gathered(cache.values, group.block_tables).masked_fill_(group.padding, 0.0)
-        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
-        return attended.reshape(num_rows, num_heads, head_dim)
+        mask = group.mask
+        if window is not None:
+            slots = torch.arange(mask.shape[-1], device=mask.device)
+            mask = mask & (slots >= mask.sum(dim=-1, keepdim=True) - window)
+        return self._attend(queries, keys, values, mask).reshape(num_rows, num_heads, head_dim)
 
-    @staticmethod
-    def _attend_chunk(query: Tensor, cache: LayerCache, chunk: Chunk) -> Tensor:
+    def _attend_chunk(self, query: Tensor, cache: LayerCache, chunk: Chunk, window: int | None) -> Tensor:
         table = chunk.block_table.unsqueeze(0)
-        attended = functional.scaled_dot_product_attention(
-            query.transpose(0, 1).unsqueeze(0),
-            _gathered(cache.keys, table)[:, :, : chunk.seq_len],
-            _gathered(cache.values, table)[:, :, : chunk.seq_len],
-            attn_mask=chunk.mask,
-            enable_gqa=True,
+        group_size = self.spec.num_heads // self.spec.num_kv_heads
+        keys, values = (
+            _gathered(side, table)[:, :, : chunk.seq_len].repeat_interleave(group_size, dim=1)
+            for side in (cache.keys, cache.values)
         )
-        return attended.squeeze(0).transpose(0, 1)
+        mask = chunk.mask
+        if window is not None:
+            num_before = mask.shape[1] - mask.shape[0]
+            mask = mask & ~mask.tril(num_before - window)
+        return self._attend(query.transpose(0, 1).unsqueeze(0), keys, values, mask).squeeze(0).transpose(0, 1)
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Attention of `[G, H, Q, head_dim]` to `[G, H, L, head_dim]` where `mask` allows it."""
+        scale, cap = self.spec.scale, self.spec.soft_cap
+        if cap is None:
+            return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+        scores = cap * torch.tanh((query.float() @ keys.float().transpose(-1, -2)) * scale / cap)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+        return (weights @ values.float()).to(query.dtype)
 
 
 def _gathered(cache: Tensor, block_tables: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""Rotary positions: a table of cosines and sines, and the rotation. Knows no layer and no cache.
-
-Halves are rotated, not neighbours: element i is paired with element i + head_dim / 2, as in Hugging Face
-checkpoints.
-"""
+"""Rotary positions: the table of cosines and sines. Knows no layer, no cache, no head."""
 
 import math
 
@@ -38,13 +34,3 @@ def scaled(inverse_frequencies: Tensor, scaling: RopeScaling) -> Tensor:
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return kept * inverse_frequencies + (1.0 - kept) * inverse_frequencies / scaling.factor
     return inverse_frequencies
-
-
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `states` `[num_tokens, num_heads, head_dim]`; computed in float32, returned in their type.
-
-    `cos` and `sin` are `[num_tokens, 1, head_dim / 2]`.
-    """
-    first, second = states.float().chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return rotated.to(states.dtype)

@@ -6,6 +6,9 @@ products:
 
     qkv:      [query rows | key rows | value rows]   x hidden_size
     gate_up:  [gate rows | up rows]                  x hidden_size
+
+How a matrix lies in memory is up to the operations that will compute with it: each is packed as soon as it is
+read, so that a model is never in memory twice.
 """
 
 import hashlib
@@ -19,6 +22,7 @@ from torch import Tensor
 from executor.model.checkpoint import Checkpoint, StoredTensor
 from executor.model.config import ModelConfig
 from executor.model.errors import ModelError
+from executor.operations.base import Linear, Norm, Operations
 
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -32,35 +36,27 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """A projection: weight `[out, in]` and, where the model has one, bias `[out]`."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One decoder layer. Norms are `[hidden_size]`."""
 
-    attention_norm: Tensor
+    attention_norm: Norm
     qkv: Linear
     attention_out: Linear
-    mlp_norm: Tensor
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights, on the device, in the number type of the computation."""
+    """All weights, on the device; matrices in the number type of the computation, norms in float32."""
 
-    embeddings: Tensor
+    embeddings: Linear
     """`[vocab_size, hidden_size]`"""
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
-    head: Tensor
-    """`[vocab_size, hidden_size]`; the same tensor as the embeddings when tied."""
+    final_norm: Norm
+    head: Linear
+    """`[vocab_size, hidden_size]`; the same object as the embeddings when tied."""
     rope_divisors: Tensor | None
     """`[head_dim / 2]`, float32, on the CPU."""
     fingerprint: str
@@ -68,11 +64,12 @@ class ModelWeights:
     num_bytes: int
 
 
-def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Read `checkpoint` as `dtype` onto `device`. Raises `ModelError`."""
-    config = checkpoint.config
+def load_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, operations: Operations
+) -> ModelWeights:
+    """Read `checkpoint` as `dtype` onto `device`, packed for `operations`. Raises `ModelError`."""
     _check_names_and_shapes(checkpoint)
-    return _Reader(checkpoint, dtype, device).weights(config)
+    return _Reader(checkpoint, dtype, device, operations).weights()
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -145,41 +142,58 @@ def _named(names: list[str]) -> str:
 class _Reader:
     """Reads tensors one by one into their places, and digests each on its way."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, operations: Operations
+    ) -> None:
         self._checkpoint = checkpoint
+        self._config = checkpoint.config
         self._dtype = dtype
         self._device = device
+        self._operations = operations
         self._digest = hashlib.sha256()
         self._num_bytes = 0
 
-    def weights(self, config: ModelConfig) -> ModelWeights:
-        embeddings = self._fused(EMBEDDINGS)
-        layers = tuple(self._layer(config, f"model.layers.{layer}.") for layer in range(config.num_layers))
-        final_norm = self._fused("model.norm.weight")
+    def weights(self) -> ModelWeights:
+        # A tied checkpoint may store its head once more: compared before the embeddings are packed away.
+        table = self._fused(EMBEDDINGS)
+        self._check_tied_head(table)
+        embeddings = self._operations.pack(table, None)
+        del table
+        layers = tuple(self._layer(f"model.layers.{layer}.") for layer in range(self._config.num_layers))
+        final_norm = self._norm("model.norm")
+        tied = self._config.tie_word_embeddings
         return ModelWeights(
             embeddings=embeddings,
             layers=layers,
             final_norm=final_norm,
-            head=self._head(config, embeddings),
-            rope_divisors=self._rope_divisors(config),
+            head=embeddings if tied else self._operations.pack(self._fused(HEAD), None),
+            rope_divisors=self._rope_divisors(),
             fingerprint=self._digest.hexdigest(),
             num_bytes=self._num_bytes,
         )
 
-    def _layer(self, config: ModelConfig, prefix: str) -> LayerWeights:
+    def _layer(self, prefix: str) -> LayerWeights:
+        config, pack = self._config, self._operations.pack
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         return LayerWeights(
-            attention_norm=self._fused(f"{prefix}input_layernorm.weight"),
-            qkv=self._linear(config.attention_bias, *(f"{attention}{part}_proj" for part in "qkv")),
-            attention_out=self._linear(config.attention_bias, f"{attention}o_proj"),
-            mlp_norm=self._fused(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._linear(config.mlp_bias, f"{mlp}gate_proj", f"{mlp}up_proj"),
-            down=self._linear(config.mlp_bias, f"{mlp}down_proj"),
+            attention_norm=self._norm(f"{prefix}input_layernorm"),
+            qkv=pack(
+                *self._projection(config.attention_bias, *(f"{attention}{part}_proj" for part in "qkv"))
+            ),
+            attention_out=pack(*self._projection(config.attention_bias, f"{attention}o_proj")),
+            mlp_norm=self._norm(f"{prefix}post_attention_layernorm"),
+            gate_up=self._operations.pack_gated(
+                *self._projection(config.mlp_bias, f"{mlp}gate_proj", f"{mlp}up_proj")
+            ),
+            down=pack(*self._projection(config.mlp_bias, f"{mlp}down_proj")),
         )
 
-    def _linear(self, has_bias: bool, *names: str) -> Linear:  # noqa: FBT001 - private; names are the rest
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._fused(f"{name}.weight").float(), self._config.rms_norm_eps)
+
+    def _projection(self, has_bias: bool, *names: str) -> tuple[Tensor, Tensor | None]:  # noqa: FBT001 - private
         weight = self._fused(*(f"{name}.weight" for name in names))
-        return Linear(weight, self._fused(*(f"{name}.bias" for name in names)) if has_bias else None)
+        return weight, self._fused(*(f"{name}.bias" for name in names)) if has_bias else None
 
     def _fused(self, *names: str) -> Tensor:
         """The tensors `names`, one under the other."""
@@ -201,26 +215,22 @@ class _Reader:
         self._digest.update(sample.numpy().tobytes())
         return values
 
-    def _head(self, config: ModelConfig, embeddings: Tensor) -> Tensor:
-        """The output head. A tied checkpoint may store it once more, but not another one."""
-        if not config.tie_word_embeddings:
-            return self._fused(HEAD)
-        if HEAD in self._checkpoint.tensors:
-            head = self._checkpoint.tensors[HEAD].read()
-            if head.shape != embeddings.shape or not torch.equal(head.to(embeddings), embeddings):
-                raise ModelError(
-                    f"{self._checkpoint.path}: tie_word_embeddings is true, but {HEAD} differs from "
-                    f"{EMBEDDINGS}."
-                )
-        return embeddings
+    def _check_tied_head(self, embeddings: Tensor) -> None:
+        if not self._config.tie_word_embeddings or HEAD not in self._checkpoint.tensors:
+            return
+        head = self._checkpoint.tensors[HEAD].read()
+        if head.shape != embeddings.shape or not torch.equal(head.to(embeddings), embeddings):
+            raise ModelError(
+                f"{self._checkpoint.path}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDINGS}."
+            )
 
-    def _rope_divisors(self, config: ModelConfig) -> Tensor | None:
+    def _rope_divisors(self) -> Tensor | None:
         stored = self._checkpoint.tensors.get(ROPE_DIVISORS)
         if stored is None:
             return None
-        if stored.shape != (config.head_dim // 2,):
+        if stored.shape != (self._config.head_dim // 2,):
             raise ModelError(
                 f"{self._checkpoint.path}: tensor {ROPE_DIVISORS} has shape {list(stored.shape)}; "
-                f"half of head_dim {config.head_dim} is needed."
+                f"half of head_dim {self._config.head_dim} is needed."
             )
         return self._read(ROPE_DIVISORS, stored).float()

@@ -22,6 +22,7 @@ def spec(
     head_dim: int = 16,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    soft_cap: float | None = None,
 ) -> AttentionSpec:
     return AttentionSpec(
         device=torch.device("cpu"),
@@ -30,6 +31,8 @@ def spec(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
+        scale=head_dim**-0.5,
+        soft_cap=soft_cap,
     )
 
 
@@ -68,7 +71,12 @@ def step_inputs(
 
 
 def run(
-    spec: AttentionSpec, lengths: list[tuple[int, int]], rng: np.random.Generator, *, unused: float = 0.0
+    spec: AttentionSpec,
+    lengths: list[tuple[int, int]],
+    rng: np.random.Generator,
+    *,
+    unused: float = 0.0,
+    window: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attend random queries to random contexts; what no context covers is filled with `unused`."""
     num_blocks = sum(-(-seq_len // spec.block_size) for _, seq_len in lengths) + 2
@@ -93,10 +101,16 @@ def run(
     ]
     backend.write_kv(layer, *fresh, metadata)
     query = torch.from_numpy(rng.standard_normal((num_tokens, spec.num_heads, spec.head_dim))).to(spec.dtype)
-    result = backend.forward(query, layer, metadata)
+    result = backend.forward(query, layer, metadata, window=window)
     assert result.shape == query.shape
     expected = attention_oracle.attention(
-        query.double().numpy(), layer.keys.double().numpy(), layer.values.double().numpy(), inputs
+        query.double().numpy(),
+        layer.keys.double().numpy(),
+        layer.values.double().numpy(),
+        inputs,
+        scale=spec.scale,
+        soft_cap=spec.soft_cap,
+        window=window,
     )
     return result.double().numpy(), expected
 
@@ -130,6 +144,22 @@ def test_mixed_batches_equal_float64_and_never_read_unused_slots(
     assert relative_error(result, expected) < 1e-5
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=rows_of_a_step,
+    window=st.sampled_from([None, 1, 5, 16, 40]),
+    soft_cap=st.sampled_from([None, 0.5, 50.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_sliding_windows_and_soft_caps_equal_float64(
+    lengths: list[tuple[int, int]], window: int | None, soft_cap: float | None, seed: int
+) -> None:
+    result, expected = run(
+        spec(soft_cap=soft_cap), lengths, np.random.default_rng(seed), unused=np.nan, window=window
+    )
+    assert relative_error(result, expected) < 1e-5
+
+
 def test_bfloat16_stays_within_its_rounding() -> None:
     lengths = [(1, 1), (1, 33), (1, 100), (16, 16), (20, 75)]
     result, expected = run(spec(3, 3, 64, dtype=torch.bfloat16), lengths, np.random.default_rng(0))
@@ -157,8 +187,10 @@ def test_sequences_may_share_blocks_of_a_common_prefix() -> None:
     inputs = build_inputs(rows, 16).inputs
     backend = ReferenceAttention(shared)
     query = torch.from_numpy(rng.standard_normal((4, shared.num_heads, shared.head_dim))).float()
-    result = backend.forward(query, layer, backend.prepare(inputs))
-    expected = attention_oracle.attention(query.numpy(), layer.keys.numpy(), layer.values.numpy(), inputs)
+    result = backend.forward(query, layer, backend.prepare(inputs), window=None)
+    expected = attention_oracle.attention(
+        query.numpy(), layer.keys.numpy(), layer.values.numpy(), inputs, scale=shared.scale
+    )
     assert relative_error(result.numpy(), expected) < 1e-5
 
 

@@ -14,9 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
+from executor.attention.base import AttentionSpec
+from executor.attention.reference import ReferenceAttention
 from executor.model import ModelError
 from executor.model.checkpoint import open_checkpoint, tokenizer_fingerprint
 from executor.model.weights import ModelWeights, load_weights
+from executor.operations.plain import PlainOperations
 from tests.executor.numerics import load, one_shot_logits
 from tests.rig import tiny_model
 
@@ -57,7 +60,9 @@ def split_into_shards(folder: Path, count: int = 3) -> tuple[list[str], dict[str
 
 
 def weights(path: Path) -> ModelWeights:
-    return load_weights(open_checkpoint(path), torch.float32, torch.device("cpu"))
+    checkpoint, cpu = open_checkpoint(path), torch.device("cpu")
+    spec = AttentionSpec(cpu, torch.float32, 4, 2, 16, block_size=16, scale=0.25)
+    return load_weights(checkpoint, torch.float32, cpu, PlainOperations(ReferenceAttention(spec)))
 
 
 def refusal(path: Path) -> str:

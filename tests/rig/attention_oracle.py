@@ -5,7 +5,16 @@ import numpy as np
 from executor.inputs import StepInputs
 
 
-def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, inputs: StepInputs) -> np.ndarray:
+def attention(
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    inputs: StepInputs,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+) -> np.ndarray:
     """Attend `query` `[T, num_heads, head_dim]` to the paged `keys` and `values`, as `inputs` lays them out.
 
     The cache is `[num_blocks, block_size, num_kv_heads, head_dim]`, the new tokens' entries included. Returns
@@ -16,13 +25,16 @@ def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, inputs: S
     output = np.zeros((num_tokens, num_heads, head_dim))
     for row in range(len(inputs.seq_lens)):
         for token in range(inputs.query_start_loc[row], inputs.query_start_loc[row + 1]):
-            context = np.arange(inputs.positions[token] + 1)
+            end = inputs.positions[token] + 1
+            context = np.arange(0 if window is None else max(0, end - window), end)
             blocks = inputs.block_tables[row, context // block_size]
             for head in range(num_heads):
                 kv_head = head // (num_heads // num_kv_heads)
                 head_keys = keys[blocks, context % block_size, kv_head].astype(np.float64)
                 head_values = values[blocks, context % block_size, kv_head].astype(np.float64)
-                scores = head_keys @ query[token, head].astype(np.float64) / np.sqrt(head_dim)
+                scores = head_keys @ query[token, head].astype(np.float64) * scale
+                if soft_cap is not None:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
                 weights = np.exp(scores - scores.max())
                 output[token, head] = weights @ head_values / weights.sum()
     return output

@@ -38,7 +38,7 @@ def test_the_finished_leave_and_the_waiting_enter_in_the_very_next_plan() -> Non
     h = Harness(limits(1), max_num_seqs=4)
     for name, num_tokens in {"A": 9, "B": 5, "C": 3, "D": 12, "E": 20, "F": 20, "G": 20}.items():
         h.submit(name, prompt(2), num_tokens, ignore_eos=True)
-    pictures = []
+    pictures: list[set[str]] = []
     while True:
         h.step()
         if not pictures or pictures[-1] != h.members():

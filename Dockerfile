@@ -1,0 +1,54 @@
+# One file for the three services; each image holds one of them and what it needs:
+#
+#   docker build --build-arg SERVICE=executor -t chairlift-executor .
+#
+# router and scheduler are built without torch. The model is not in the image: mount it at /models.
+
+ARG BASE_IMAGE=python:3.12-slim
+ARG SERVICE=router
+
+# --- install into a virtual environment, which is all that is taken over ---------------------------------
+FROM ${BASE_IMAGE} AS build
+ARG SERVICE
+# A folder of wheels inside the build context for pip to look into beside its index, such as one with a CPU
+# build of torch; with PIP_NO_INDEX=1 it looks nowhere else. LICENSE stands for none: COPY must copy something.
+ARG WHEELS=LICENSE
+ARG PIP_NO_INDEX
+WORKDIR /src
+RUN python3 -m venv /opt/chairlift
+COPY ${WHEELS} /wheels/
+COPY pyproject.toml README.md LICENSE ./
+COPY protos protos
+COPY rpc rpc
+COPY chairlift chairlift
+COPY ${SERVICE} ${SERVICE}
+RUN /opt/chairlift/bin/pip install --no-cache-dir --find-links /wheels ".[${SERVICE}]"
+
+# --- what every service's image is ----------------------------------------------------------------------
+FROM ${BASE_IMAGE} AS base
+RUN useradd --system --uid 10001 --no-create-home chairlift
+COPY --from=build /opt/chairlift /opt/chairlift
+ENV PATH=/opt/chairlift/bin:$PATH PYTHONUNBUFFERED=1
+USER chairlift
+WORKDIR /
+STOPSIGNAL SIGTERM
+
+FROM base AS router
+EXPOSE 50051
+ENV CHAIRLIFT_LISTEN=0.0.0.0:50051
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30s CMD ["python", "-m", "rpc.health_probe", "127.0.0.1:50051"]
+ENTRYPOINT ["python", "-m", "router"]
+
+FROM base AS scheduler
+EXPOSE 50052
+ENV CHAIRLIFT_LISTEN=0.0.0.0:50052
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30s CMD ["python", "-m", "rpc.health_probe", "127.0.0.1:50052"]
+ENTRYPOINT ["python", "-m", "scheduler"]
+
+FROM base AS executor
+EXPOSE 50053
+ENV CHAIRLIFT_LISTEN=0.0.0.0:50053
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s CMD ["python", "-m", "rpc.health_probe", "127.0.0.1:50053"]
+ENTRYPOINT ["python", "-m", "executor"]
+
+FROM ${SERVICE}

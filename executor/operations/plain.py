@@ -1,0 +1,117 @@
+"""A decoder's operations in plain torch, on any device: what runs where nothing faster does, and the measure.
+
+Its bits depend on the batch: the matrix products of torch choose their order of summation by the number of
+rows. Rotation and norms are computed in float32.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from executor.attention.base import AttentionBackend
+from executor.inputs import StepInputs
+from executor.kv_cache import LayerCache
+from executor.operations.base import Activation, Linear, Norm, StepTensors
+
+
+class PlainOperations:
+    """`Operations` in plain torch around an attention back end."""
+
+    row_invariant = False
+
+    def __init__(self, attention: AttentionBackend) -> None:
+        self._attention = attention
+        self._spec = attention.spec
+        self.name = f"torch, {attention.name} attention"
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """As it is."""
+        out_features, in_features = weight.shape
+        return Linear(weight, bias, in_features, out_features)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """As it is: gate rows, then up rows."""
+        num_rows, in_features = weight.shape
+        return Linear(weight, bias, in_features, num_rows // 2)
+
+    def prepare(self, inputs: StepInputs) -> StepTensors:
+        """The step's arrays on the device."""
+        device = self._spec.device
+        return StepTensors(
+            token_ids=torch.from_numpy(inputs.token_ids).to(device),
+            positions=torch.from_numpy(inputs.positions).to(device),
+            logits_indices=torch.from_numpy(inputs.logits_indices).to(device),
+            attention=self._attention.prepare(inputs),
+        )
+
+    def embed(self, step: StepTensors, table: Linear, scale: float) -> Tensor:
+        """Rows of the table."""
+        return table.weight[step.token_ids].float() * scale
+
+    def logits(self, normed: Tensor, step: StepTensors, head: Linear, soft_cap: float | None) -> Tensor:
+        """Logits of the sampling rows."""
+        logits = _linear(normed[step.logits_indices], head).float()
+        return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+    def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
+        """`hidden`, normed."""
+        return _normed(hidden, norm).to(self._spec.dtype)
+
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: Norm, *, update_norm: Norm | None) -> Tensor:
+        """Add in place, and norm the sum."""
+        hidden += update if update_norm is None else _normed(update.float(), update_norm)
+        return self.norm(hidden, norm)
+
+    def linear(self, inputs: Tensor, layer: Linear) -> Tensor:
+        """One matrix product."""
+        return _linear(inputs, layer)
+
+    def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
+        """One matrix product for both halves."""
+        gate, up = _linear(inputs, layer).chunk(2, dim=-1)
+        if activation is Activation.SILU:
+            return functional.silu(gate) * up
+        return functional.gelu(gate, approximate="tanh") * up
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        step: StepTensors,
+        cache: LayerCache,
+        *,
+        rope: Tensor,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+    ) -> Tensor:
+        """Heads, norms, rotation, and the write into the cache."""
+        spec = self._spec
+        heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
+        query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        cos, sin = rope[step.positions].unsqueeze(2).unbind(1)
+        rotated = _rotated(key, key_norm, cos, sin).to(spec.dtype)
+        self._attention.write_kv(cache, rotated, value, step.attention)
+        return _rotated(query, query_norm, cos, sin).to(spec.dtype)
+
+    def attend(self, query: Tensor, step: StepTensors, cache: LayerCache, *, window: int | None) -> Tensor:
+        """By the back end."""
+        return self._attention.forward(query, cache, step.attention, window=window).flatten(1)
+
+
+def _linear(inputs: Tensor, layer: Linear) -> Tensor:
+    return functional.linear(inputs, layer.weight, layer.bias)
+
+
+def _normed(states: Tensor, norm: Norm) -> Tensor:
+    return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """`heads` `[T, H, head_dim]`, normed and rotated, in float32; `cos` and `sin` are `[T, 1, head_dim / 2]`.
+
+    Halves are rotated, not neighbours: element i is paired with element i + head_dim / 2.
+    """
+    states = heads.float()
+    if norm is not None:
+        states = _normed(states, norm)
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,185 @@
+"""An executor in the simulation: the real session and sequence table, a scripted model, virtual step times.
+
+A plan that does not fit is a broken law here, so it raises instead of ending the epoch.
+"""
+
+from collections import deque
+
+from executor import wire
+from executor.device import EpochWork, StepTimings
+from executor.sequences import BatchPlan, SequenceTable
+from executor.session import Answer, Held, NotOpen, Run, Session, Superseded
+from protos.v1 import executor_pb2
+from tests.rig.scripted_executor import Script, ScriptedRunner
+from tests.simulation.links import UNAVAILABLE, End, Link, RefusedError
+from tests.simulation.world import World
+
+_STATUS = {Held: "PERMISSION_DENIED", NotOpen: "FAILED_PRECONDITION", Superseded: "ABORTED"}
+
+
+class ExecutorNode:
+    """One executor process, which may crash and start again."""
+
+    def __init__(self, world: World, name: str, script: Script) -> None:
+        self.name = name
+        self.links: list[Link] = []
+        """Ways to it; they break when it crashes."""
+        self.is_up = False
+        self.work: EpochWork | None = None
+        self._world = world
+        self._script = script
+        self._rng = world.rng(name)
+        self._seen: dict[tuple[int, int], bytes] = {}
+        self.start()
+
+    @property
+    def num_held(self) -> int:
+        """Sequences and ghosts it still remembers."""
+        return 0 if self.work is None else self.work.table.num_sequences + self.work.table.num_ghosts
+
+    # --- the process --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A new process, empty."""
+        assert not self.is_up
+        self._world.note(self.name, "starts")
+        self.is_up = True
+        self._runner = ScriptedRunner(self._script)
+        self._session: Session[executor_pb2.StepResult] = Session(self._script.window)
+        self._ends: dict[int, End] = {}
+        self._device: deque[tuple[EpochWork, BatchPlan]] = deque()
+
+    def crash(self) -> None:
+        """As by kill -9."""
+        self._world.note(self.name, "crashes")
+        self.is_up = False
+        self._retire()
+        for link in self.links:
+            link.cut()
+
+    def _retire(self) -> None:
+        if self.work is not None:
+            self.work.is_over = True
+            self.work = None
+
+    # --- the protocol -------------------------------------------------------------------------------
+
+    def open(self, request: executor_pb2.OpenRequest) -> executor_pb2.OpenResponse:
+        """The call Open."""
+        if not self.is_up:
+            raise RefusedError(UNAVAILABLE)
+        past_epoch, epoch = self._session.epoch, self._rng.getrandbits(63) + 1
+        try:
+            term = self._session.open(request.scheduler_id, request.term, epoch)
+        except Held:
+            raise RefusedError(_STATUS[Held]) from None
+        self._world.note(self.name, f"opened by {request.scheduler_id}, term {term}")
+        self._retire()
+        if past_epoch is not None:
+            status = _STATUS[type(self._session.refusal(past_epoch))]
+            for end in self._ends.values():
+                end.close(status)
+            self._ends.clear()
+        self.work = EpochWork(
+            self._runner,
+            SequenceTable(
+                num_blocks=self._script.num_blocks,
+                block_size=self._script.block_size,
+                max_num_seqs=self._script.max_num_seqs,
+                max_num_batched_tokens=self._script.max_num_batched_tokens,
+                max_seq_len=self._script.max_seq_len,
+                vocab_size=self._script.vocab_size,
+                eos_token_ids=self._script.eos_token_ids,
+            ),
+        )
+        return wire.open_response(
+            self._runner,
+            epoch=epoch,
+            instance_id=self.name,
+            term=term,
+            max_num_seqs=self._script.max_num_seqs,
+            max_num_batched_tokens=self._script.max_num_batched_tokens,
+            max_window=self._script.window,
+        )
+
+    def accept(self, end: End) -> None:
+        """A new stream Execute."""
+        if not self.is_up:
+            raise RefusedError(UNAVAILABLE)
+        try:
+            stream = self._session.attach()
+        except NotOpen:
+            raise RefusedError(_STATUS[NotOpen]) from None
+        session = self._session
+
+        def on_end(_: str) -> None:
+            session.detach(stream)
+            if session is self._session:
+                self._ends.pop(stream, None)
+
+        self._ends[stream] = end
+        end.on_message = lambda message: self._receive(stream, end, message)
+        end.on_end = on_end
+
+    def _receive(self, stream: int, end: End, message: executor_pb2.BatchPlan) -> None:
+        self._check_resent(message)
+        plan = wire.plan_from_proto(message)
+        before = self._session.current_stream
+        try:
+            action = self._session.receive(stream, plan)
+        except (Held, NotOpen, Superseded) as refusal:
+            end.close(_STATUS[type(refusal)])
+            self._ends.pop(stream, None)
+            self._session.detach(stream)
+            return
+        if before is not None and before != stream:
+            self._ends.pop(before).close(_STATUS[Superseded])
+        match action:
+            case Answer(result):
+                self._world.note(self.name, f"step {plan.step_id} is answered again")
+                end.send(result)
+            case Run():
+                assert self.work is not None
+                self._device.append((self.work, plan))
+                if len(self._device) == 1:
+                    self._begin_step()
+
+    def _check_resent(self, message: executor_pb2.BatchPlan) -> None:
+        """Law: a plan that comes again comes byte for byte."""
+        data = message.SerializeToString(deterministic=True)
+        first = self._seen.setdefault((message.epoch, message.step_id), data)
+        assert first == data, f"step {message.step_id} came again and differs"
+
+    # --- the device ---------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        _, plan = self._device[0]
+        device = self._device
+        seconds = self._rng.uniform(0.5, 1.5) * (0.004 + 0.0002 * sum(plan.num_tokens))
+
+        def end_step() -> None:
+            if device is self._device:  # else the process that began it is gone
+                self._end_step(seconds)
+
+        self._world.after(seconds, end_step)
+
+    def _end_step(self, seconds: float) -> None:
+        work, plan = self._device.popleft()
+        if not work.is_over:
+            for new in plan.admitted:
+                self._runner.admit(new)
+            result, _ = work.execute(plan)
+            self._world.note(
+                self.name,
+                f"step {plan.step_id}: rows {_columns(plan.seq_ids, plan.num_tokens)}, ended "
+                f"{[ended.seq_id for ended in result.finished]}, released {list(plan.released_seq_ids)}",
+            )
+            message = wire.result_to_proto(result, StepTimings(total_us=int(seconds * 1e6)))
+            for stream in self._session.complete(plan.epoch, plan.step_id, message):
+                self._ends[stream].send(message)
+        if self._device:
+            self._begin_step()
+
+
+def _columns(seq_ids: tuple[int, ...], num_tokens: tuple[int, ...]) -> str:
+    return " ".join(f"{seq_id}:{count}" for seq_id, count in zip(seq_ids, num_tokens, strict=True))
