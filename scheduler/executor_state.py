@@ -30,12 +30,14 @@ class ExecutorState:
         "max_num_batched_tokens",
         "max_num_seqs",
         "next_seq_id",
+        "num_running_of",
         "previous_idle_us",
         "previous_step_us",
         "released_seq_ids",
         "running",
         "session",
         "step_time",
+        "too_full_for",
         "watermark_blocks",
     )
 
@@ -67,6 +69,8 @@ class ExecutorState:
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()
         self.running: dict[int, Sequence] = {}  # by seq_id, in order of admission
+        self.num_running_of: dict[int, int] = {}  # by importance class
+        self.too_full_for: Sequence | None = None  # the head that found no room: nothing has left since
         self.entering: list[Sequence] = []  # padding rows that enter with the next plan
         self.released_seq_ids: list[int] = []  # to be told to the executor with the next plan
         self.has_ghosts = False  # it still remembers a finished sequence
@@ -76,6 +80,31 @@ class ExecutorState:
         self.is_hashing = False  # a long prompt waits for its names: plan again even if nothing else happens
         self.previous_step_us = 0  # of the newest answered step, for those who watch
         self.previous_idle_us = 0
+
+    def take_seat(self, seq: Sequence) -> None:
+        """`seq` is in the batch under its seq_id."""
+        self.running[seq.seq_id] = seq
+        priority = seq.request.priority
+        self.num_running_of[priority] = self.num_running_of.get(priority, 0) + 1
+
+    def give_seat_back(self, seq: Sequence) -> None:
+        """`seq` is in the batch no more."""
+        del self.running[seq.seq_id]
+        self.too_full_for = None
+        priority = seq.request.priority
+        self.num_running_of[priority] -= 1
+        if not self.num_running_of[priority]:
+            del self.num_running_of[priority]
+
+    @property
+    def least_important(self) -> int | None:
+        """The largest priority value among the running; None when nobody runs."""
+        return max(self.num_running_of, default=None)
+
+    def recompute_tokens(self, seq: Sequence) -> int:
+        """Computed tokens lost when `seq` gives its blocks up; those in shared blocks are found again."""
+        num_shared = len(seq.block_table) - self.blocks.num_private(seq.block_table)
+        return max(0, seq.num_computed_tokens - num_shared * self.blocks.block_size)
 
     @property
     def max_total_tokens(self) -> int:

@@ -22,7 +22,9 @@ def keeps_seat(state: ExecutorState, seq: Sequence, finish: Finish) -> bool:
 
 def padding_of(state: ExecutorState, seq: Sequence, block_table: list[int]) -> Sequence:
     """A row that goes on where `seq` has ended."""
-    pad = Sequence(seq.request, seq.token_ids[:], len(seq.token_ids), state.max_total_tokens, seq.order)
+    pad = Sequence(
+        seq.request, seq.tenant, seq.token_ids[:], len(seq.token_ids), state.max_total_tokens, seq.order
+    )
     pad.is_padding = True
     pad.num_computed_tokens = len(pad.token_ids) - 1  # its KV is there; the last token was never fed
     pad.num_known_tokens = len(pad.token_ids)

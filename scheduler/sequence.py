@@ -9,6 +9,8 @@ Pure: knows nothing of executors, routers or wires, and has no clock.
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from scheduler.explain import TimeLine
+from scheduler.tenants import Tenant
 from scheduler.token_ids import TokenIds
 
 
@@ -129,6 +131,7 @@ class Sequence:
     """
 
     request: Request
+    tenant: Tenant
     token_ids: TokenIds
     num_prompt_tokens: int
     max_len: int  # prompt + max_tokens
@@ -145,9 +148,13 @@ class Sequence:
     followers: list["Follower"] = field(default_factory=list)  # who waits for blocks that it computes
     has_started: bool = False  # was admitted at least once
     num_tokens_at_admission: int = 0
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # for lack of blocks
+    num_displacements: int = 0  # for somebody more important
+    latest_start: float = float("inf")  # to be done by its deadline, as estimated when it began to wait
+    time_line: TimeLine | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     num_wasted_tokens: int = 0  # computed, never delivered
+    is_prefilling: bool = False  # was admitted and has won no token yet
     is_padding: bool = False  # holds a finished member's seat in a padded request-level batch
     logprobs: list[object] | None = None  # opaque, one for each output token computed here
     num_resumed_tokens: int = 0  # output tokens it was submitted with: they have no logprobs here
@@ -157,11 +164,13 @@ class Sequence:
     forget_at: float | None = None
 
     @classmethod
-    def of(cls, request: Request, output_token_ids: TokenIds, order: int) -> "Sequence":
+    def of(cls, request: Request, tenant: Tenant, output_token_ids: TokenIds, order: int) -> "Sequence":
         """A waiting sequence that goes on after `output_token_ids`."""
         token_ids = request.prompt_token_ids + output_token_ids
         num_prompt_tokens = len(request.prompt_token_ids)
-        seq = cls(request, token_ids, num_prompt_tokens, num_prompt_tokens + request.max_tokens, order)
+        seq = cls(
+            request, tenant, token_ids, num_prompt_tokens, num_prompt_tokens + request.max_tokens, order
+        )
         seq.num_resumed_tokens = len(output_token_ids)
         seq.logprobs = [] if request.want_logprobs else None
         seq.forget_computed()
@@ -180,6 +189,13 @@ class Sequence:
         """Starts over from the known ids: nothing is computed, nothing is in flight."""
         self.num_computed_tokens = 0
         self.num_known_tokens = min(len(self.token_ids), self.max_len - 1)
+
+    def give_up_seat(self) -> None:
+        """It holds nothing on any executor."""
+        self.seq_id = 0
+        self.executor_id = ""
+        self.block_table = []
+        self.num_slots = 0
 
     @property
     def num_output_tokens(self) -> int:

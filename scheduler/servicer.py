@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from protos.v1 import router_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import RequestError, abort
 from scheduler import wire
-from scheduler.core import RefusedError
+from scheduler.door import RefusedError
 from scheduler.loop import SchedulerLoop, Watcher
 from scheduler.parts import PartAssembler
 from scheduler.router_session import RouterSession, SessionError, session_of

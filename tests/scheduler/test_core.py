@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from scheduler.batching import Batching
-from scheduler.core import RefusedError
+from scheduler.door import RefusedError
 from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import StepResult
 from scheduler.policy import Limits

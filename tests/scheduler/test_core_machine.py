@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler import audit
 from scheduler.batching import Batching
-from scheduler.core import RefusedError
+from scheduler.door import RefusedError
 from scheduler.policy import Limits
 from scheduler.sequence import FinishReason, Sequence, State
 from tests.rig.checking_executor import expected_output
