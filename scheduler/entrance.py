@@ -70,8 +70,8 @@ def find(
 def _has_room(core: "SchedulerCore", state: ExecutorState, seq: Sequence, matched: list[int]) -> bool:
     """Whether there are blocks for its whole context, and for what it and the running will grow by.
 
-    Shared blocks cost nothing, unless nobody held them. Room only gets more when somebody leaves, so a head that
-    found none is not measured again before.
+    Shared blocks cost nothing, unless nobody held them. Room only gets more when somebody leaves, so a head
+    that found none is not measured again before.
     """
     blocks = state.blocks
     if num_missing_blocks(state, seq, matched) > 0:

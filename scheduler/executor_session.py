@@ -54,14 +54,13 @@ def rows_that_ran(plan: BatchPlan, result: StepResult) -> list[Sequence]:
 class ExecutorSession:
     """One epoch of one executor."""
 
-    __slots__ = ("acked_step_id", "epoch", "last_step_id", "told_step_id", "unanswered", "window")
+    __slots__ = ("acked_step_id", "epoch", "last_step_id", "unanswered", "window")
 
     def __init__(self, epoch: int, window: int) -> None:
         self.epoch = epoch
         self.window = window
         self.last_step_id = 0  # newest plan built
         self.acked_step_id = 0  # newest result applied
-        self.told_step_id = 0  # newest ack that a plan has carried
         self.unanswered: deque[BatchPlan] = deque()
 
     @property
@@ -79,7 +78,6 @@ class ExecutorSession:
         assert self.can_send
         assert plan.step_id == self.last_step_id + 1
         self.last_step_id = plan.step_id
-        self.told_step_id = plan.acked_step_id
         self.unanswered.append(plan)
 
     def received(self, result: StepResult) -> BatchPlan | None:

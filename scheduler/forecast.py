@@ -37,8 +37,8 @@ class LengthModel:
     def remaining(self, num_output_tokens: int, limit: int) -> int:
         """Expected further tokens of one that has put out so many and may put out `limit` in all.
 
-        The mean of the observed lengths in its own and the longer buckets. With too little observed, all it may,
-        but no more than a first guess: limits are often left at the model's length, and hardly ever reached.
+        The mean of the observed lengths in its own and the longer buckets. With too little observed, all it
+        may, but no more than a first guess: limits are often left at the model's length, and hardly reached.
         """
         at_most = limit - num_output_tokens
         if sum(self._weights) < _MIN_WEIGHT:

@@ -28,11 +28,6 @@ class Capacity:
     numerics_fingerprint: str = ""
     dtype: str = ""
 
-    @property
-    def max_total_tokens(self) -> int:
-        """Longest prompt plus output: the model's length or the whole cache, whichever is less."""
-        return min(self.max_seq_len, self.num_blocks * self.block_size)
-
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:

@@ -196,6 +196,7 @@ class RouterSession:
             seq.attachment = None
         self.attachments.clear()
         self._dirty.clear()
+        self._ends.clear()
         self._unacked.clear()
         return orphans
 

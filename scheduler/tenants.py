@@ -1,8 +1,9 @@
 """Tenants: what each may use, what each has used, and whose turn it is.
 
 Service is counted in virtual tokens, as in "Fairness in Serving Large Language Models" (VTC, OSDI'24): prompt
-tokens computed and output tokens won, weighted, divided by the tenant's weight. Recomputing is never charged. A tenant that comes back from idleness is lifted to the least served of those who have work,
-so that idle time is not banked; nobody is ever held back while a seat is empty (work-conserving).
+tokens computed and output tokens won, weighted, divided by the tenant's weight. Recomputing is never charged.
+A tenant that comes back from idleness is lifted to the least served of those who have work, so that idle time
+is not banked; nobody is ever held back while a seat is empty (work-conserving).
 
 Pure: time comes in as an argument.
 """

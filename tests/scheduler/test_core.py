@@ -358,6 +358,51 @@ def test_without_an_executor_new_requests_are_refused_and_accepted_ones_wait() -
     h.check_outputs()
 
 
+def test_b37_an_empty_prompt_is_refused_even_where_an_accepted_request_would_wait() -> None:
+    h = Harness()
+    h.core.detach(EXECUTOR, h.now)
+    for length, max_tokens in ((0, 4), (4, 0)):
+        with pytest.raises(RefusedError) as refused:
+            h.submit("A", prompt(length), max_tokens, accepted_before=True)
+        assert refused.value.status_code is StatusCode.INVALID_ARGUMENT
+    assert h.core.sequences == {}
+
+
+def test_what_only_the_lost_executor_could_hold_does_not_hold_the_others_back() -> None:
+    h = Harness(limits(1), num_blocks=64, block_size=4)
+    big = h.submit("big", prompt(100), 50, ignore_eos=True)
+    h.step()
+    h.core.attach("small", 7, dataclasses.replace(h.capacity, num_blocks=8), h.now)
+    assert big.state is State.RUNNING
+    assert h.core.detach(EXECUTOR, h.now) == [big]
+    assert big.finish is not None
+    assert big.finish.status_code is StatusCode.UNAVAILABLE
+    assert len(h.core.waiting) == 0
+
+
+def test_what_a_larger_executor_can_hold_waits_for_it_when_a_small_one_comes_beside() -> None:
+    h = Harness(limits(1), num_blocks=64, block_size=4, max_num_seqs=1)
+    h.submit("first", prompt(4), 5, ignore_eos=True)
+    big = h.submit("big", prompt(100), 50, ignore_eos=True)
+    h.step()
+    assert h.core.attach("small", 7, dataclasses.replace(h.capacity, num_blocks=8), h.now) == []
+    assert h.core.schedule("small", h.now) is None
+    h.run_to_end()
+    h.check_outputs()
+    assert big.state is State.FINISHED
+
+
+def test_ids_that_end_a_request_end_it_when_the_model_is_known_at_last() -> None:
+    h = Harness()
+    h.core.detach(EXECUTOR, h.now)
+    request = h.request("A", prompt(4), 9, accepted_before=True)
+    seq = h.core.submit(request, array("I", [5, 96]), now=h.now)  # 96 is the model's end token
+    assert seq.state is State.WAITING
+    assert h.core.attach(EXECUTOR, 5, h.capacity, h.now) == [seq]
+    assert seq.finish is not None
+    assert (seq.finish.reason, seq.finish.matched_token_id) == (FinishReason.STOP, 96)
+
+
 def test_one_rows_error_is_one_rows_error() -> None:
     h = Harness(limits(2))
     names = "ABC"
@@ -494,6 +539,9 @@ def _result(h: Harness, **changes: object) -> StepResult:
         {"seq_ids": [1, 2, 9], "num_sampled": [1, 1, 1], "token_ids": [3, 3, 3]},
         {"num_sampled": [1, 0], "token_ids": [3]},
         {"token_ids": [3]},
+        {"num_sampled": [1]},
+        {"num_sampled": [1, 1, 1]},
+        {"seq_ids": [2, 1]},
     ],
 )
 def test_a_result_that_does_not_fit_its_plan_breaks_the_session(changes: dict[str, object]) -> None:
@@ -503,6 +551,39 @@ def test_a_result_that_does_not_fit_its_plan_breaks_the_session(changes: dict[st
     h.plan()
     with pytest.raises(SessionBrokenError):
         h.core.update(EXECUTOR, _result(h, **changes), h.now)
+
+
+def test_a_sequence_that_has_all_its_tokens_and_is_not_ended_ends_with_the_epoch() -> None:
+    h = Harness(limits(1))
+    seq = h.submit("A", prompt(4), 3, ignore_eos=True)
+    for _ in range(3):
+        h.plan()
+        h.core.update(EXECUTOR, _result(h, finished=[]), h.now)
+    with pytest.raises(SessionBrokenError, match="was not ended"):
+        h.core.schedule(EXECUTOR, h.now)
+    h.core.detach(EXECUTOR, h.now)
+    h.epoch += 1
+    assert h.core.attach(EXECUTOR, h.epoch, h.capacity, h.now) == [seq]
+    h.check_outputs()
+
+
+@pytest.mark.parametrize("entries", [[], ["one", "two"]])
+def test_b71_a_token_without_its_logprobs_ends_its_sequence_and_no_other(entries: list[object]) -> None:
+    h = Harness(limits(1))
+    seq = h.submit("A", prompt(4), 9, ignore_eos=True, want_logprobs=True)
+    h.submit("B", prompt(4, 1), 9, ignore_eos=True)
+    h.plan()
+    h.core.update(EXECUTOR, _result(h, logprobs={1: ["zero"]}), h.now)
+    assert seq.logprobs == ["zero"]
+    h.plan()
+    outcome = h.core.update(EXECUTOR, _result(h, logprobs={1: entries}), h.now)
+    assert outcome.ended == [seq]
+    assert seq.finish is not None
+    assert seq.finish.status_code is StatusCode.INTERNAL
+    assert (seq.num_output_tokens, seq.logprobs) == (1, ["zero"])
+    del h.sequences["A"]
+    h.run_to_end()
+    h.check_outputs()
 
 
 def test_a_result_that_comes_twice_is_applied_once() -> None:

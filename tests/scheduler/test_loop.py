@@ -74,7 +74,7 @@ async def test_a_status_that_came_while_no_plan_was_on_its_way_is_read_too(
     await until(lambda: 1 in router.finished)
     executor.epoch = None
     executor.end_streams(grpc.StatusCode.FAILED_PRECONDITION, before=executor.next_stream)
-    await router.submit(2, "b", [1], 3)
+    await router.submit(2, "b", [1], 3, accepted_before=True)
     await until(lambda: 2 in router.finished)
     assert router.ids[2] == expected_ids([1], 3)
 

@@ -1,0 +1,69 @@
+import socket
+
+import pytest
+
+from rpc.errors import StartError
+from rpc.settings import load
+from scheduler.batching import Batching
+from scheduler.config import SchedulerSettings
+
+
+def settings(*flags: str) -> SchedulerSettings:
+    return load(SchedulerSettings, ["--executor", "unix:/tmp/e.sock", *flags], prog="chairlift scheduler")
+
+
+def test_what_is_not_said_is_left_to_the_executor() -> None:
+    limits = settings().limits
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks) == (None, None, None)
+    assert (limits.max_step_us, limits.window, limits.watermark) == (None, 2, 0.01)
+    assert settings().batching is Batching.ITERATION
+
+
+def test_what_is_said_reaches_the_core() -> None:
+    limits = settings(
+        "--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--max-step-ms", "12.5",
+        "--num-blocks", "99", "--window", "1", "--watermark", "0.25", "--orphan-grace-seconds", "3",
+    ).limits  # fmt: skip
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks) == (4, 256, 99)
+    assert (limits.max_step_us, limits.window, limits.watermark) == (12_500, 1, 0.25)
+    assert limits.orphan_grace_seconds == 3
+
+
+@pytest.mark.parametrize("value", ["iteration", "request", "request-padded"])
+def test_batching_is_said_in_words(value: str) -> None:
+    assert settings("--batching", value).batching.value == value
+
+
+def test_executors_are_addresses() -> None:
+    both = load(SchedulerSettings, ["--executor", "10.0.0.1:5,dns:///executors:50053"], prog="p")
+    assert [str(address) for address in both.executor_addresses] == ["10.0.0.1:5", "dns:///executors:50053"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--executor", "nonsense"], "--executor"),
+        (["--executor", "a:1,a:1"], "twice"),
+        (["--max-num-seqs", "0"], "--max-num-seqs is 0: it must be at least 1"),
+        (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens is 0"),
+        (["--max-step-ms", "0"], "more than 0"),
+        (["--num-blocks", "0"], "--num-blocks"),
+        (["--window", "3"], "at most 2"),
+        (["--watermark", "1"], "less than 1"),
+        (["--batching", "sometimes"], "sometimes"),
+        (["--reattach-seconds", "-1"], "at least 0"),
+    ],
+)
+def test_b38_what_cannot_be_is_told_with_flag_value_and_limit(flags: list[str], sentence: str) -> None:
+    with pytest.raises(StartError, match=sentence):
+        settings(*flags)
+
+
+def test_an_executor_must_be_named() -> None:
+    with pytest.raises(StartError, match="--executor is missing"):
+        load(SchedulerSettings, [], prog="p")
+
+
+def test_a_scheduler_is_named_after_where_it_listens_unless_it_is_told() -> None:
+    assert settings("--listen", "10.0.0.9:7").name == f"{socket.gethostname()}/10.0.0.9:7"
+    assert settings("--scheduler-id", "blue").name == "blue"

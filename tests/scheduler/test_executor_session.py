@@ -1,0 +1,115 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler.executor_session import ExecutorSession, SessionBrokenError
+from scheduler.plan import BatchPlan, StepResult
+
+EPOCH = 0xABC
+
+
+def plan_of(session: ExecutorSession) -> BatchPlan:
+    return BatchPlan(
+        epoch=session.epoch,
+        step_id=session.last_step_id + 1,
+        acked_step_id=session.acked_step_id,
+        released_seq_ids=[],
+        admitted=[],
+        seq_ids=[],
+        num_tokens=[],
+        grown_seq_ids=[],
+        num_new_blocks=[],
+        new_block_ids=[],
+        positions_sum=0,
+        num_samples=[],
+        rows=[],
+        left=[],
+    )
+
+
+def result_of(step_id: int, epoch: int = EPOCH) -> StepResult:
+    return StepResult(epoch, step_id, [], [], [])
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """A stream that delivers in order, breaks, and an executor that answers again what comes again."""
+
+    @initialize(window=st.integers(1, 2))
+    def start(self, window: int) -> None:
+        self.session = ExecutorSession(EPOCH, window)
+        self.on_the_wire: list[BatchPlan] = []
+        self.applied: list[int] = []
+        self.sent: dict[int, BatchPlan] = {}
+
+    @precondition(lambda self: self.session.can_send)
+    @rule()
+    def send(self) -> None:
+        plan = plan_of(self.session)
+        self.session.sent(plan)
+        self.sent[plan.step_id] = plan
+        self.on_the_wire.append(plan)
+
+    @precondition(lambda self: self.on_the_wire)
+    @rule(again=st.booleans())
+    def answer(self, again: bool) -> None:
+        plan = self.on_the_wire.pop(0)
+        answered = self.session.received(result_of(plan.step_id))
+        if answered is not None:
+            assert answered is self.sent[plan.step_id]
+            self.applied.append(plan.step_id)
+        if again:
+            assert self.session.received(result_of(plan.step_id)) is None
+
+    @rule(lost=st.integers(0, 2))
+    def break_the_stream(self, lost: int) -> None:
+        """What was on its way is lost; a new stream carries what is unanswered, the same objects."""
+        resent = self.session.resend()
+        assert [plan.step_id for plan in resent] == sorted(self.sent.keys() - set(self.applied))
+        assert all(plan is self.sent[plan.step_id] for plan in resent)
+        self.on_the_wire = resent
+
+    @rule(step_id=st.integers(-1, 40))
+    def answer_wrongly(self, step_id: int) -> None:
+        expected = self.session.unanswered[0].step_id if self.session.unanswered else None
+        if step_id <= self.session.acked_step_id:
+            assert self.session.received(result_of(step_id)) is None
+        elif step_id != expected:
+            with pytest.raises(SessionBrokenError, match=f"result of step {step_id}"):
+                self.session.received(result_of(step_id))
+
+    @invariant()
+    def each_result_is_applied_once_and_in_order(self) -> None:
+        if not hasattr(self, "session"):
+            return
+        assert self.applied == list(range(1, len(self.applied) + 1))
+        assert self.session.acked_step_id == len(self.applied)
+        assert self.session.num_unanswered == self.session.last_step_id - self.session.acked_step_id
+        assert self.session.num_unanswered <= self.session.window
+        assert all(step_id - plan.acked_step_id <= self.session.window for step_id, plan in self.sent.items())
+
+
+TestSession = SessionMachine.TestCase
+TestSession.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_result_of_another_epoch_breaks_the_session() -> None:
+    session = ExecutorSession(EPOCH, 2)
+    session.sent(plan_of(session))
+    with pytest.raises(SessionBrokenError, match="0xdef"):
+        session.received(result_of(1, epoch=0xDEF))
+
+
+def test_a_full_window_takes_no_plan() -> None:
+    session = ExecutorSession(EPOCH, 1)
+    session.sent(plan_of(session))
+    assert not session.can_send
+    with pytest.raises(AssertionError):
+        session.sent(plan_of(session))
+
+
+def test_a_gap_in_the_step_ids_is_a_fault_of_ours() -> None:
+    session, ahead = ExecutorSession(EPOCH, 2), ExecutorSession(EPOCH, 2)
+    ahead.sent(plan_of(ahead))
+    with pytest.raises(AssertionError):
+        session.sent(plan_of(ahead))

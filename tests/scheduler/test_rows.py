@@ -1,0 +1,45 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.rows import Rows
+from tests.scheduler.sequences import waiting
+
+
+@given(
+    prompt_len=st.integers(1, 50),
+    max_tokens=st.integers(1, 5),
+    limits=st.lists(st.integers(1, 20), min_size=1),
+)
+def test_chunks_cover_the_known_tokens_once_and_the_last_one_samples(
+    prompt_len: int, max_tokens: int, limits: list[int]
+) -> None:
+    seq = waiting(prompt_len=prompt_len, max_tokens=max_tokens)
+    known = seq.num_known_tokens
+    covered = 0
+    for limit in limits * 50:
+        if covered == known:
+            break
+        rows = Rows(budget=1000)
+        rows.chunk(seq, limit)
+        (count,), (samples,) = rows.num_tokens, rows.num_samples
+        assert 1 <= count <= limit
+        assert rows.positions_sum == covered
+        assert rows.budget == 1000 - count
+        covered += count
+        assert seq.num_computed_tokens == covered
+        assert samples == (covered == known)
+    assert covered == known
+    # The sampled token is known at once, unless it is the last of all, which is never fed.
+    assert seq.num_known_tokens == min(known + 1, seq.max_len - 1)
+
+
+def test_columns_stand_beside_each_other() -> None:
+    rows = Rows(budget=10)
+    first, second = waiting("a", prompt_len=3), waiting("b", prompt_len=9)
+    first.seq_id, second.seq_id = 4, 5
+    second.num_computed_tokens = 2
+    rows.chunk(first, rows.budget)
+    rows.chunk(second, rows.budget)
+    assert rows.rows == [first, second]
+    assert (rows.seq_ids, rows.num_tokens, rows.num_samples) == ([4, 5], [3, 7], [1, 1])
+    assert (rows.positions_sum, rows.budget) == (2, 0)
