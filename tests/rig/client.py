@@ -5,7 +5,7 @@ each choice and nothing of a choice after it. So whatever a test looks at, exact
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,7 @@ class Client:
 
     async def growing(
         self, message: router_pb2.GenerateRequest, timeout_seconds: float = 60.0
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncGenerator[Answer]:
         """The same answer after each event; a reader that stops reading cancels the call."""
         call = self.stub.Generate(message, timeout=timeout_seconds)
         try:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 
-from protos.v1 import router_pb2_grpc, scheduler_pb2_grpc
+from protos.v1 import router_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from rpc.address import Address
 from rpc.channel import connect
 from tests.rig.scripted_executor import Script, ScriptedExecutor
@@ -91,6 +91,11 @@ class Cluster:
         """Where the process of this name listens, or will."""
         return f"unix:{self.folder}/{name}.sock"
 
+    @property
+    def names(self) -> set[str]:
+        """Of the processes that were started and neither killed nor stopped."""
+        return set(self._processes)
+
     def process(self, name: str) -> ServiceProcess:
         return self._processes[name]
 
@@ -128,6 +133,10 @@ class Cluster:
     @property
     def scheduler(self) -> scheduler_pb2_grpc.SchedulerStub:
         return scheduler_pb2_grpc.SchedulerStub(self.channel("scheduler"))
+
+    def load(self) -> scheduler_pb2.GetLoadResponse:
+        """How busy the scheduler is."""
+        return self.scheduler.GetLoad(scheduler_pb2.GetLoadRequest(), timeout=5)
 
     def channel(self, name: str) -> grpc.Channel:
         """One blocking channel to each process, kept to the end."""

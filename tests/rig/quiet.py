@@ -11,7 +11,6 @@ import time
 from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.v1 import scheduler_pb2
 from tests.rig.client import request
 from tests.rig.cluster import Cluster
 from tests.rig.oracle import Oracle
@@ -45,7 +44,7 @@ def wait_until_idle(cluster: Cluster, within_seconds: float = QUIET_SECONDS) -> 
     """Returns when nothing runs or waits and every block is free."""
     deadline = time.monotonic() + within_seconds
     while True:
-        load = cluster.scheduler.GetLoad(scheduler_pb2.GetLoadRequest(), timeout=5)
+        load = cluster.load()
         if load.num_running == load.num_waiting == 0 and load.num_free_blocks == load.num_blocks:
             return
         assert time.monotonic() < deadline, f"after {within_seconds} s: {MessageToDict(load)}"
