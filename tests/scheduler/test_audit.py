@@ -48,7 +48,7 @@ FAULTS: dict[str, Callable[[Harness], object]] = {
     ),
     "2 sequences run, 1 may": lambda h: h.core.executors[EXECUTOR].running.update({99: _runs(h)}),
     "plans unanswered, 0 may be": lambda h: setattr(h.core.executors[EXECUTOR].session, "window", 0),
-    "freed blocks": lambda h: h.core.executors[EXECUTOR].blocks.free(_runs(h).block_table),
+    "freed blocks": lambda h: h.core.executors[EXECUTOR].blocks.release(_runs(h).block_table),
 }
 
 

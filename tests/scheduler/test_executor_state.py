@@ -1,12 +1,13 @@
 import pytest
 
+from scheduler.batching import Batching
 from scheduler.executor_state import ExecutorState
 from scheduler.policy import Limits
 from tests.rig.checking_executor import capacity
 
 
 def state(limits: Limits, **capacities: int) -> ExecutorState:
-    return ExecutorState("e", 1, capacity(**capacities), limits)
+    return ExecutorState("e", 1, capacity(**capacities), limits, Batching.ITERATION, b"")
 
 
 def test_the_operator_may_ask_for_less_and_never_for_more() -> None:

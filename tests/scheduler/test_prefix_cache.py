@@ -3,7 +3,7 @@ from array import array
 
 import pytest
 
-from scheduler.policy import Limits
+from scheduler.policy import Admission, Limits
 from scheduler.sequence import FinishReason, Sequence, State
 from tests.rig.checking_executor import expected_output
 from tests.scheduler.harness import EXECUTOR, Harness
@@ -15,9 +15,16 @@ def prompt(length: int, salt: int = 0) -> list[int]:
     return [(7 * i + salt) % 90 for i in range(length)]
 
 
-def harness(window: int = 2, *, caching: bool = True, **capacities: int) -> Harness:
+def harness(
+    window: int = 2,
+    *,
+    caching: bool = True,
+    admission: Admission = Admission.FORECAST,
+    **capacities: int,
+) -> Harness:
     values = {"num_blocks": 64, "block_size": 16, "max_seq_len": 1024, "max_num_batched_tokens": 256}
-    return Harness(Limits(window=window, watermark=0.0, prefix_caching=caching), **(values | capacities))
+    limits = Limits(window=window, watermark=0.0, prefix_caching=caching, admission=admission)
+    return Harness(limits, **(values | capacities))
 
 
 def serve(h: Harness, name: str, ids: list[int], max_tokens: int = 8, **fields: object) -> Sequence:
@@ -84,7 +91,7 @@ def test_an_answer_is_found_when_the_conversation_goes_on() -> None:
 
 @WINDOWS
 def test_b19_hits_equal_the_longest_true_common_prefix_in_whole_blocks(window: int) -> None:
-    h = harness(window, num_blocks=4096, max_num_seqs=2)
+    h = harness(window, num_blocks=2048, max_num_seqs=2)
     rng = random.Random(3)
     served: list[list[int]] = []
     for i in range(200):
@@ -194,9 +201,9 @@ def test_a_failed_row_makes_nothing_known() -> None:
 
 @WINDOWS
 def test_a_preempted_sequence_finds_what_was_not_taken(window: int) -> None:
-    h = harness(window, num_blocks=20, max_num_batched_tokens=32)
+    h = harness(window, admission=Admission.OPTIMISTIC, num_blocks=20, max_num_batched_tokens=32)
     h.submit("A", prompt(64, 1), 120, ignore_eos=True)
-    seq = h.submit("B", prompt(200, 2), 60, ignore_eos=True)
+    seq = h.submit("B", prompt(200, 2), 60, priority=1, ignore_eos=True)  # so B is the victim
     h.run_to_end()
     h.check_outputs()
     assert seq.num_preemptions >= 1
