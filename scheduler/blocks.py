@@ -131,6 +131,15 @@ class BlockManager:
 
     # --- audit -------------------------------------------------------------------------------------------
 
+    def check_counts(self, num_table_entries: int) -> None:
+        """The quick half of `check`: raises BlockError unless the numbers add up."""
+        num_held = self.num_blocks - self._ref_counts.count(0)
+        if num_held + self.num_free != self.num_blocks or sum(self._ref_counts) != num_table_entries:
+            raise BlockError(
+                f"{num_held} held + {self.num_free} to be had of {self.num_blocks} blocks, "
+                f"{sum(self._ref_counts)} references for {num_table_entries} table entries"
+            )
+
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raises BlockError unless free + idle + held = all and every count equals the tables holding it."""
         counts = [0] * self.num_blocks

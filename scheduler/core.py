@@ -210,7 +210,7 @@ class SchedulerCore:
         self._now = now
         state = self.executors[executor_id]
         for seq in list(state.running.values()):
-            self._leave(state, seq, reason=None, tell_executor=False)
+            self._leave(state, seq, reason=None, tell_executor=False, keep_blocks=True)
             if not seq.is_padding:
                 self._back_to_waiting(seq, "its executor was lost")
         del self.executors[executor_id]
@@ -253,10 +253,13 @@ class SchedulerCore:
     def schedule(self, executor_id: str, now: float) -> BatchPlan | None:
         """The next plan for this executor, or None: the window is full, or there is nothing to say.
 
-        Raises SessionBrokenError when the executor has failed to end a sequence.
+        Raises SessionBrokenError when the executor has failed to end a sequence, BlockError when blocks and
+        holders were found to disagree.
         """
         self._now = now
         state = self.executors[executor_id]
+        if state.fault is not None:
+            raise state.fault
         if not state.session.can_send:
             return None
         # Each running sequence takes at most one block a step: with more free ones nobody can be short.
@@ -272,12 +275,7 @@ class SchedulerCore:
         unfinished = self._decode_rows(state, rows)
         if self.limits.max_step_us is not None and rows.rows:
             self._cut_to_step_time(state, rows)
-        if len(unfinished) > 1:
-            self._order_chunks(unfinished)
-        for seq in unfinished:
-            if rows.budget <= 0:
-                break
-            rows.chunk(seq, rows.budget)
+        self._chunk_rows(unfinished, rows)
         if may_enter:
             self._admit(state, rows)
         return self._plan(state, rows)
@@ -337,8 +335,16 @@ class SchedulerCore:
             room = max(within - len(rows.rows), state.blocks.block_size)
             rows.budget = min(rows.budget, room)
 
-    def _order_chunks(self, unfinished: list[Sequence]) -> None:
-        """Who gets the token budget first: importance, then the policy's order, then order of admission."""
+    def _chunk_rows(self, unfinished: list[Sequence], rows: Rows) -> None:
+        """Gives out the token budget: importance first, then the policy's order, then order of admission."""
+        if len(unfinished) > 1:
+            self._order(unfinished)
+        for seq in unfinished:
+            if rows.budget <= 0:
+                return
+            rows.chunk(seq, rows.budget)
+
+    def _order(self, unfinished: list[Sequence]) -> None:
         match self.limits.policy:
             case Policy.FCFS:
                 unfinished.sort(key=lambda seq: seq.request.priority)
@@ -645,7 +651,7 @@ class SchedulerCore:
         """The one place where a seat is given back, and with it the blocks."""
         self._look_again(state.cache.end(seq))
         if not keep_blocks:
-            state.blocks.release(seq.block_table)
+            state.release(seq)
         state.give_seat_back(seq)
         seq.tenant.num_running -= 1
         seq.tenant.meter(-len(seq.block_table), self._now)

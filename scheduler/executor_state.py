@@ -4,7 +4,7 @@ Pure data with two derived numbers; the core is its only writer.
 """
 
 from scheduler.batching import Batching
-from scheduler.blocks import BlockManager
+from scheduler.blocks import BlockError, BlockManager
 from scheduler.executor_session import ExecutorSession
 from scheduler.plan import Capacity, Leaver
 from scheduler.policy import Limits
@@ -23,6 +23,7 @@ class ExecutorState:
         "capacity",
         "entering",
         "executor_id",
+        "fault",
         "has_ghosts",
         "is_draining",
         "is_hashing",
@@ -77,9 +78,17 @@ class ExecutorState:
         self.left: list[Leaver] = []  # since the last plan, for those who watch
         self.next_seq_id = 1
         self.is_draining = False
+        self.fault: BlockError | None = None  # blocks and holders disagree: the epoch must end
         self.is_hashing = False  # a long prompt waits for its names: plan again even if nothing else happens
         self.previous_step_us = 0  # of the newest answered step, for those who watch
         self.previous_idle_us = 0
+
+    def release(self, seq: Sequence) -> None:
+        """`seq` holds its blocks no more. A disagreement is kept for the next plan to raise."""
+        try:
+            self.blocks.release(seq.block_table)
+        except BlockError as error:
+            self.fault = error
 
     def take_seat(self, seq: Sequence) -> None:
         """`seq` is in the batch under its seq_id."""
