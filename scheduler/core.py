@@ -306,6 +306,8 @@ class SchedulerCore:
             positions_sum += position
             budget -= 1
             seq.num_computed_tokens = known
+            if seq.is_prefilling:  # a last chunk of one token
+                rows.filled.append((seq, seq_id, known))
             if known < seq.max_len - 1:
                 seq.num_known_tokens = known + 1
         rows.num_tokens = [1] * len(members)

@@ -35,7 +35,7 @@ def test_a_queue_that_stands_still_is_predicted_to_take_longer_and_longer() -> N
 
 def test_the_prediction_follows_a_change_of_pace() -> None:
     rate, now = drained(1.0, 300.0)
-    for i in range(1200):
+    for _ in range(1200):
         now += 0.1
         rate.observe(now)
     assert rate.predicted_wait(0, now) == pytest.approx(0.1, rel=0.15)
