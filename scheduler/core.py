@@ -14,6 +14,7 @@ sequence, the waiting queue, and for each executor the running set, the blocks a
 at the door is `door`'s business, who enters the batch `entrance`'s, who must go `policy`'s.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from scheduler import door, entrance, padding, policy
@@ -275,9 +276,7 @@ class SchedulerCore:
         unfinished = self._decode_rows(state, rows)
         if self.limits.max_step_us is not None and rows.rows:
             self._cut_to_step_time(state, rows)
-        self._chunk_rows(unfinished, rows)
-        if may_enter:
-            self._admit(state, rows)
+        self._give_out(state, unfinished, rows, may_enter=may_enter)
         return self._plan(state, rows)
 
     def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
@@ -337,14 +336,23 @@ class SchedulerCore:
             room = max(within - len(rows.rows), state.blocks.block_size)
             rows.budget = min(rows.budget, room)
 
-    def _chunk_rows(self, unfinished: list[Sequence], rows: Rows) -> None:
-        """Gives out the token budget: importance first, then the policy's order, then order of admission."""
+    def _give_out(
+        self, state: ExecutorState, unfinished: list[Sequence], rows: Rows, *, may_enter: bool
+    ) -> None:
+        """Gives out the token budget: importance first, then the policy's order, then order of admission.
+
+        Who waits and is more important comes before the chunk of a long prompt; who is not, after it.
+        """
         if len(unfinished) > 1:
             self._order(unfinished)
         for seq in unfinished:
+            if may_enter:
+                self._admit(state, rows, before=seq.request.priority)
             if rows.budget <= 0:
-                return
+                break
             rows.chunk(seq, rows.budget)
+        if may_enter:
+            self._admit(state, rows)
 
     def _order(self, unfinished: list[Sequence]) -> None:
         match self.limits.policy:
@@ -355,8 +363,10 @@ class SchedulerCore:
             case Policy.DEADLINE:
                 unfinished.sort(key=lambda seq: (seq.request.priority, seq.latest_start))
 
-    def _admit(self, state: ExecutorState, rows: Rows) -> None:
+    def _admit(self, state: ExecutorState, rows: Rows, before: float = math.inf) -> None:
         """Lets the waiting enter, in their order, while seats, blocks and tokens last.
+
+        Only those of a better importance class than `before`.
 
         The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
         for ever. Two are passed over, since they wait for something of their own: a tenant at its own limit,
@@ -366,6 +376,8 @@ class SchedulerCore:
         fills_at_once = self.batching is not Batching.ITERATION
         while True:
             seq = self.waiting.peek(self._now)
+            if seq is not None and seq.request.priority >= before:
+                return
             reason = entrance.obstacle(state, seq, has_budget=rows.budget > 0 or fills_at_once)
             if reason is not None or seq is None:
                 self.clocks.set(reason or Reason.QUEUED_FOR_STEP, self._now)
@@ -573,7 +585,7 @@ class SchedulerCore:
         head = self.waiting.peek(self._now) if least is not None else None
         if head is None or least is None or head.request.priority >= least:
             return True
-        chosen = entrance.who_makes_way(state, head)
+        chosen = entrance.who_makes_way(self, state, head)
         if chosen and state.session.num_unanswered:
             return False
         for seq in chosen:
@@ -593,6 +605,7 @@ class SchedulerCore:
         seq.move(Event.PREEMPT)
         seq.give_up_seat()
         seq.forget_computed()
+        seq.waiting_since = self._now
         if seq.time_line is not None:
             seq.time_line.wait(self._now, self.clocks, step_id=0, detail=why)
         self._wait(seq)

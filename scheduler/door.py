@@ -97,7 +97,14 @@ def _check_tenant(tenant: Tenant, request: Request, num_tokens: int, now: float)
         sentence = f"{whose} has {tenant.num_waiting} requests waiting, its limit is {limits.max_queued}"
         raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, sentence, 1.0)
     if limits.max_queued_tokens is not None:
-        waiting = tenant.num_waiting_tokens + len(request.prompt_token_ids)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens > limits.max_queued_tokens:
+            raise RefusedError(
+                StatusCode.INVALID_ARGUMENT,
+                f"the prompt has {num_prompt_tokens} tokens, "
+                f"the whole queue of {whose} at most {limits.max_queued_tokens}",
+            )
+        waiting = tenant.num_waiting_tokens + num_prompt_tokens
         if waiting > limits.max_queued_tokens:
             sentence = f"{whose} would have {waiting} tokens waiting, its limit is {limits.max_queued_tokens}"
             raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, sentence, 1.0)

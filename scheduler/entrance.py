@@ -3,6 +3,8 @@
 Reads the core, and changes nothing but the queue's marks for those who are passed over. Pure.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,64 +66,74 @@ def find(
         core.waiting.park(seq)
         state.cache.follow(seq, leader)
         return PassedOver(Reason.QUEUED_FOR_PREFIX, f"{leader.request.request_id} is computing its beginning")
-    return Fits(matched) if _has_room(core, state, seq, matched) else Blocked()
+    if state.too_full_for is seq:
+        return Blocked()
+    if _has_room(core, state, seq, matched):
+        return Fits(matched)
+    state.too_full_for = seq
+    return Blocked()
 
 
-def _has_room(core: "SchedulerCore", state: ExecutorState, seq: Sequence, matched: list[int]) -> bool:
+def _has_room(
+    core: "SchedulerCore",
+    state: ExecutorState,
+    seq: Sequence,
+    matched: list[int],
+    leaving: Iterable[Sequence] = (),
+) -> bool:
     """Whether there are blocks for its whole context, and for what it and the running will grow by.
 
-    Shared blocks cost nothing, unless nobody held them. Room only gets more when somebody leaves, so a head
-    that found none is not measured again before.
+    `leaving` are taken to be gone. Shared blocks cost nothing, unless nobody held them.
     """
     blocks = state.blocks
-    if num_missing_blocks(state, seq, matched) > 0:
-        return False
-    if not state.running:
-        return True  # alone it fits: `submit` and `attach` saw to that
-    if state.too_full_for is seq:
+    used = set(matched)
+    gone = set(leaving)
+    num_idle = blocks.num_idle_among(matched)
+    num_free = blocks.num_free + sum(
+        blocks.num_private(block_id for block_id in member.block_table if block_id not in used)
+        for member in gone
+    )
+    if blocks.blocks_for(len(seq.token_ids)) - len(matched) > num_free - num_idle:
         return False
     running = state.running.values()
+    staying = [member for member in running if member not in gone] if gone else running
+    if not staying:
+        return True  # alone it fits: `submit` and `attach` saw to that
     match core.limits.admission:
         case Admission.RESERVE:
-            needed, limit = policy.blocks_to_reserve(seq, running, blocks.block_size), blocks.num_blocks
+            needed, limit = policy.blocks_to_reserve(seq, staying, blocks.block_size), blocks.num_blocks
         case Admission.FORECAST:
-            needed = policy.blocks_expected(seq, running, blocks.block_size, core.lengths)
+            needed = policy.blocks_expected(seq, staying, blocks.block_size, core.lengths)
             limit = blocks.num_blocks - state.watermark_blocks
         case Admission.OPTIMISTIC:
-            needed = policy.blocks_to_begin(seq, running, blocks.block_size)
-            num_found = len(matched) - blocks.num_idle_among(matched)
-            limit = blocks.num_free + num_found - state.watermark_blocks
-    fits = needed <= limit
-    if not fits:
-        state.too_full_for = seq
-    return fits
+            needed = policy.blocks_to_begin(seq, staying, blocks.block_size)
+            limit = num_free + len(matched) - num_idle - state.watermark_blocks
+    return needed <= limit
 
 
-def num_missing_blocks(state: ExecutorState, seq: Sequence, matched: list[int]) -> int:
-    """Blocks that `seq` lacks for its context; not more than 0 when it fits."""
-    blocks = state.blocks
-    num_needed = blocks.blocks_for(len(seq.token_ids)) - len(matched)
-    return num_needed - (blocks.num_free - blocks.num_idle_among(matched))
-
-
-def who_makes_way(state: ExecutorState, head: Sequence) -> list[Sequence]:
+def who_makes_way(core: "SchedulerCore", state: ExecutorState, head: Sequence) -> list[Sequence]:
     """Less important sequences whose leaving lets `head` enter now; empty when it needs or gets none."""
-    if not head.tenant.may_run_one_more:
+    tenant = head.tenant
+    if not tenant.may_run_one_more or not tenant.may_hold(state.blocks.blocks_for(len(head.token_ids))):
         return []
     matched = state.cache.matched(head)
     if matched is None or state.cache.leader_of(head, len(matched)) is not None:
         return []
     num_seats = len(state.running) + 1 - state.max_num_seqs
-    num_blocks = num_missing_blocks(state, head, matched)
-    if num_seats <= 0 and num_blocks <= 0:
-        return []
+
+    has_room = _has_room(core, state, head, matched)
+
+    def suffices(leaving: list[Sequence]) -> bool:
+        return len(leaving) >= num_seats and (has_room or _has_room(core, state, head, matched, leaving))
+
+    # Where a seat is all that lacks, blocks stay as they are, and are found again.
+    keeps_blocks = has_room and core.limits.prefix_caching
     return policy.displaced(
         head,
         state.running.values(),
-        num_seats=num_seats,
-        num_blocks=num_blocks,
-        private_blocks=lambda seq: state.blocks.num_private(seq.block_table),
+        suffices=suffices,
         recompute_tokens=state.recompute_tokens,
+        max_recompute_tokens=math.inf if keeps_blocks else policy.worth(head),
     )
 
 

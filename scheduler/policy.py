@@ -11,9 +11,11 @@ are tested with integers. The order of those who wait is `waiting`'s; this is ab
 - Nobody is thrown out twice without a token in between.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate, takewhile
 
 from scheduler.forecast import LengthModel, peak_blocks
 from scheduler.sequence import Sequence
@@ -77,39 +79,39 @@ def victim(running: Iterable[Sequence], recompute_tokens: Callable[[Sequence], i
     )
 
 
+def worth(head: Sequence) -> int:
+    """Tokens that may be thrown away, to be recomputed, so that `head` enters."""
+    return max(FREE_RECOMPUTE_TOKENS, 2 * head.max_len)
+
+
 def displaced(
     head: Sequence,
     running: Iterable[Sequence],
     *,
-    num_seats: int,
-    num_blocks: int,
-    private_blocks: Callable[[Sequence], int],
+    suffices: Callable[[list[Sequence]], bool],
     recompute_tokens: Callable[[Sequence], int],
+    max_recompute_tokens: float,
 ) -> list[Sequence]:
-    """Who makes way so that `head` gets so many more seats and blocks; empty when none may.
+    """Who makes way so that `head` enters; empty when nobody need or none may.
 
-    All or nothing: work is not thrown away without the head entering for it.
+    `suffices` tells whether it enters once these have left; when some are enough, so are more. All or
+    nothing: no work is thrown away without the head entering for it, and none whose leaving changes nothing.
     """
     candidates = sorted(
         (seq for seq in running if _may_be_displaced(seq, head)),
         key=lambda seq: (-seq.request.priority, recompute_tokens(seq), -seq.request.arrival, -seq.order),
     )
-    chosen: list[Sequence] = []
-    cost = 0
-    worth = max(FREE_RECOMPUTE_TOKENS, 2 * head.max_len)
-    for seq in candidates:
-        if num_seats <= 0 and num_blocks <= 0:
-            break
-        blocks = private_blocks(seq)
-        if num_seats <= 0 and blocks == 0:
-            continue
-        cost += recompute_tokens(seq) if num_blocks > 0 else 0  # else its blocks stay, and are found again
-        if cost > worth:
-            return []
-        chosen.append(seq)
-        num_seats -= 1
-        num_blocks -= blocks
-    return chosen if num_seats <= 0 and num_blocks <= 0 else []
+    costs = accumulate(map(recompute_tokens, candidates))
+    affordable = candidates[: sum(1 for _ in takewhile(lambda cost: cost <= max_recompute_tokens, costs))]
+    if not affordable or not suffices(affordable) or suffices([]):
+        return []
+    count = bisect_left(range(len(affordable)), x=True, key=lambda count: suffices(affordable[:count]))
+    chosen = affordable[:count]
+    for seq in affordable[: count - 1]:
+        fewer = [other for other in chosen if other is not seq]
+        if suffices(fewer):
+            chosen = fewer
+    return chosen
 
 
 def _may_be_displaced(seq: Sequence, head: Sequence) -> bool:

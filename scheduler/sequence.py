@@ -150,6 +150,7 @@ class Sequence:
     num_tokens_at_admission: int = 0
     num_preemptions: int = 0  # for lack of blocks
     num_displacements: int = 0  # for somebody more important
+    waiting_since: float = 0.0  # its arrival, or when it lost its place in a batch
     latest_start: float = float("inf")  # to be done by its deadline, as estimated when it began to wait
     time_line: TimeLine | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
@@ -172,6 +173,7 @@ class Sequence:
             request, tenant, token_ids, num_prompt_tokens, num_prompt_tokens + request.max_tokens, order
         )
         seq.num_resumed_tokens = len(output_token_ids)
+        seq.waiting_since = request.arrival
         seq.logprobs = [] if request.want_logprobs else None
         seq.forget_computed()
         return seq

@@ -43,7 +43,7 @@ class _Class:
     ready: list[tuple[Rank, int, Tenant]] = field(default_factory=list)
     ready_entry: dict[Tenant, int] = field(default_factory=dict)  # the one entry of `ready` that counts
     ready_rank: dict[Tenant, Rank] = field(default_factory=dict)
-    oldest: list[tuple[float, int, Sequence]] = field(default_factory=list)  # by arrival
+    oldest: list[tuple[float, int, Sequence]] = field(default_factory=list)  # by how long they wait
 
 
 class WaitingQueue:
@@ -114,7 +114,7 @@ class WaitingQueue:
         of_class = self._classes.setdefault(seq.request.priority, _Class(seq.request.priority))
         heap = of_class.heaps.setdefault(seq.tenant, [])
         heapq.heappush(heap, (self._key(seq), self._next_entry, seq))
-        heapq.heappush(of_class.oldest, (seq.request.arrival, self._next_entry, seq))
+        heapq.heappush(of_class.oldest, (seq.waiting_since, self._next_entry, seq))
         if heap[0][2] is seq:
             self._offer(of_class, seq.tenant)
         if len(of_class.oldest) > _SLACK + 2 * len(self._entry_of):

@@ -1,7 +1,6 @@
 """Decisions from counts, held to their laws and to what an exhaustive search would have chosen."""
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from scheduler.policy import (
     blocks_to_reserve,
     displaced,
     victim,
+    worth,
 )
 from scheduler.sequence import Sequence
 from tests.scheduler.sequences import running, waiting
@@ -106,11 +106,11 @@ def may_go(seq: Sequence, head: Sequence) -> bool:
     )
 
 
-@given(ranked, st.integers(-1, 2), st.integers(-1, 3), st.integers(-2, 8), st.integers(1, 200))
+@given(ranked, st.integers(-1, 2), st.integers(-1, 3), st.integers(-2, 8), st.integers(0, 900))
 def test_b07_displacing_is_all_or_nothing_for_the_strictly_more_important_and_in_proportion(
-    ranked: list[Ranked], head_priority: int, num_seats: int, num_blocks: int, max_tokens: int
+    ranked: list[Ranked], head_priority: int, num_seats: int, num_blocks: int, most: int
 ) -> None:
-    head = waiting("head", 99, priority=head_priority, max_tokens=max_tokens)
+    head = waiting("head", 99, priority=head_priority)
     seqs, blocks, costs = [], {}, {}
     for order, (priority, won, displacements, num_private, cost) in enumerate(ranked):
         seq = running(f"r{order}", order, won=won, priority=priority)
@@ -118,53 +118,37 @@ def test_b07_displacing_is_all_or_nothing_for_the_strictly_more_important_and_in
         seqs.append(seq)
         blocks[seq], costs[seq] = num_private, cost
 
-    chosen = displaced(
-        head,
-        seqs,
-        num_seats=num_seats,
-        num_blocks=num_blocks,
-        private_blocks=blocks.__getitem__,
-        recompute_tokens=costs.__getitem__,
-    )
-
-    def enough(group: tuple[Sequence, ...] | list[Sequence]) -> bool:
+    def suffices(group: Iterable[Sequence]) -> bool:
+        group = list(group)
         return len(group) >= num_seats and sum(blocks[seq] for seq in group) >= num_blocks
 
+    chosen = displaced(
+        head, seqs, suffices=suffices, recompute_tokens=costs.__getitem__, max_recompute_tokens=most
+    )
+
     candidates = [seq for seq in seqs if may_go(seq, head)]
+    if suffices([]):
+        assert chosen == [], "nobody need go"
+        return
     if chosen:
-        assert enough(chosen)
+        assert suffices(chosen)
         assert len(set(chosen)) == len(chosen)
         assert all(may_go(seq, head) for seq in chosen)
-        assert not enough(chosen[:-1]), "one more than needed"
-        worth = max(FREE_RECOMPUTE_TOKENS, 2 * head.max_len)
-        if num_blocks > 0:
-            assert costs[chosen[0]] <= worth
-        if num_seats <= 0:
-            assert sum(costs[seq] for seq in chosen) <= worth
-        spared = [seq for seq in candidates if seq not in chosen and (num_seats > 0 or blocks[seq])]
-        assert all(seq.request.priority <= gone.request.priority for seq in spared for gone in chosen), (
-            "the least important go first"
-        )
+        for seq in chosen:
+            assert not suffices([other for other in chosen if other is not seq]), "one more than needed"
+        assert sum(costs[seq] for seq in chosen) <= most
+        most_important = min(seq.request.priority for seq in chosen)
+        below = [seq for seq in candidates if seq.request.priority > most_important]
+        assert not suffices(below), "the least important go first"
         return
-    cheap = [
-        group
-        for size in range(len(candidates) + 1)
-        for group in itertools.combinations(candidates, size)
-        if enough(group)
-    ]
-    if cheap and not enough([]):
+    if suffices(candidates):
         # Somebody could have made way: then it was too dear, in the order in which they would have gone.
-        assert sum(costs[seq] for seq in candidates) > max(FREE_RECOMPUTE_TOKENS, 2 * head.max_len)
+        assert sum(costs[seq] for seq in candidates) > most
 
 
-def _displaced_by(head: Sequence, seq: Sequence, cost: int = 0, *, num_blocks: int = 0) -> bool:
+def _displaced_by(head: Sequence, seq: Sequence, cost: int = 0) -> bool:
     chosen = displaced(
-        head,
-        [seq],
-        num_seats=1,
-        num_blocks=num_blocks,
-        private_blocks=lambda _: 5,
-        recompute_tokens=lambda _: cost,
+        head, [seq], suffices=bool, recompute_tokens=lambda _: cost, max_recompute_tokens=worth(head)
     )
     return chosen == [seq]
 
@@ -194,15 +178,23 @@ def test_what_is_thrown_away_is_in_proportion_to_what_is_won() -> None:
     small = waiting("small", priority=-1, prompt_len=10, max_tokens=10)
     large = waiting("large", priority=-1, prompt_len=1000, max_tokens=1000)
     seq = running("r", won=100)
-    assert _displaced_by(small, seq, FREE_RECOMPUTE_TOKENS, num_blocks=1)
-    assert not _displaced_by(small, seq, FREE_RECOMPUTE_TOKENS + 1, num_blocks=1)
-    assert _displaced_by(large, seq, 4000, num_blocks=1)
-    assert not _displaced_by(large, seq, 4001, num_blocks=1)
+    assert _displaced_by(small, seq, FREE_RECOMPUTE_TOKENS)
+    assert not _displaced_by(small, seq, FREE_RECOMPUTE_TOKENS + 1)
+    assert _displaced_by(large, seq, 4000)
+    assert not _displaced_by(large, seq, 4001)
 
 
-def test_where_only_a_seat_is_wanted_blocks_stay_and_nothing_is_thrown_away() -> None:
-    small = waiting("small", priority=-1, prompt_len=10, max_tokens=10)
-    assert _displaced_by(small, running("r", won=100), cost=1_000_000, num_blocks=0)
+def test_who_frees_nothing_that_is_wanted_is_spared_although_it_would_be_cheap() -> None:
+    useless, useful = running("useless", 1, won=100, priority=5), running("useful", 2, won=100, priority=5)
+    costs = {useless: 1, useful: 50}
+    chosen = displaced(
+        waiting("head", 3),
+        [useless, useful],
+        suffices=lambda leaving: useful in leaving,
+        recompute_tokens=costs.__getitem__,
+        max_recompute_tokens=100,
+    )
+    assert chosen == [useful]
 
 
 # --- how much room a newcomer must find -----------------------------------------------------------------

@@ -66,6 +66,7 @@ class WaitingMachine(RuleBasedStateMachine):
         self.away.remove(seq)
         seq.token_ids.append(9)
         seq.move(Event.PREEMPT)
+        seq.waiting_since = self.now
         self.queue.push(seq)
         self.model.append(seq)
 
@@ -130,7 +131,7 @@ class WaitingMachine(RuleBasedStateMachine):
                     rank = (key[0], tenant.service, *key[2:]) if self.policy is Policy.FAIR else key
                     best.append((rank, head))
             if best:
-                not_parked = [seq.request.arrival for seq in of_class if seq not in self.parked]
+                not_parked = [seq.waiting_since for seq in of_class if seq not in self.parked]
                 boost = max(0.0, (self.now - min(not_parked)) // self.aging) if self.aging else 0.0
                 heads.append(((priority - boost, priority), min(best, key=lambda item: item[0])[1]))
         return min(heads, key=lambda item: item[0])[1] if heads else None
