@@ -564,7 +564,7 @@ class SchedulerCore:
         put off while the newcomers win their first token.
         """
         while True:
-            short = sum(_needs_block(seq) for seq in state.running.values()) - state.blocks.num_free
+            short = sum(seq.needs_block for seq in state.running.values()) - state.blocks.num_free
             if short <= 0:
                 return True
             if state.session.num_unanswered:
@@ -704,11 +704,6 @@ class SchedulerCore:
     def num_running(self) -> int:
         """Sequences in a batch, padding left out."""
         return sum(not seq.is_padding for state in self.executors.values() for seq in state.running.values())
-
-
-def _needs_block(seq: Sequence) -> bool:
-    position = seq.num_computed_tokens
-    return position == seq.num_slots and seq.num_known_tokens - position == 1
 
 
 def _continues(seq: Sequence, output_token_ids: TokenIds) -> bool:

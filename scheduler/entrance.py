@@ -80,18 +80,23 @@ def _has_room(
     seq: Sequence,
     matched: list[int],
     leaving: Iterable[Sequence] = (),
+    num_taken: int = 0,
 ) -> bool:
     """Whether there are blocks for its whole context, and for what it and the running will grow by.
 
-    `leaving` are taken to be gone. Shared blocks cost nothing, unless nobody held them.
+    `leaving` are taken to be gone, and `num_taken` blocks to be needed by those who stay. Shared blocks cost nothing, unless nobody held them.
     """
     blocks = state.blocks
     used = set(matched)
     gone = set(leaving)
     num_idle = blocks.num_idle_among(matched)
-    num_free = blocks.num_free + sum(
-        blocks.num_private(block_id for block_id in member.block_table if block_id not in used)
-        for member in gone
+    num_free = (
+        blocks.num_free
+        - num_taken
+        + sum(
+            blocks.num_private(block_id for block_id in member.block_table if block_id not in used)
+            for member in gone
+        )
     )
     if blocks.blocks_for(len(seq.token_ids)) - len(matched) > num_free - num_idle:
         return False
@@ -121,10 +126,13 @@ def who_makes_way(core: "SchedulerCore", state: ExecutorState, head: Sequence) -
         return []
     num_seats = len(state.running) + 1 - state.max_num_seqs
 
-    has_room = _has_room(core, state, head, matched)
+    num_taken = sum(seq.needs_block for seq in state.running.values())  # in this very step, before `head`
+    has_room = _has_room(core, state, head, matched, num_taken=num_taken)
 
     def suffices(leaving: list[Sequence]) -> bool:
-        return len(leaving) >= num_seats and (has_room or _has_room(core, state, head, matched, leaving))
+        return len(leaving) >= num_seats and (
+            has_room or _has_room(core, state, head, matched, leaving, num_taken)
+        )
 
     # Where a seat is all that lacks, blocks stay as they are, and are found again.
     keeps_blocks = has_room and core.limits.prefix_caching

@@ -205,6 +205,12 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def needs_block(self) -> bool:
+        """Whether the one token it has to compute next has no slot."""
+        position = self.num_computed_tokens
+        return position == self.num_slots and self.num_known_tokens - position == 1
+
+    @property
     def has_progressed(self) -> bool:
         """Whether it has won a token since it was last admitted."""
         return len(self.token_ids) > self.num_tokens_at_admission

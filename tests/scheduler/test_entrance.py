@@ -203,13 +203,14 @@ def test_nobody_makes_way_without_the_head_entering_for_it(admission: Admission,
             before = h.core.counters.displacements
             h.step()
             if h.core.counters.displacements > before:
-                assert h.plans[-1].admitted
-                displaced = {leaver.seq for leaver in h.plans[-1].left if leaver.reason is None}
-                entered = {new.seq_id for new in h.plans[-1].admitted}
+                plan = h.plans[-1]
+                entered = {new.seq_id for new in plan.admitted}
+                assert entered
+                displaced = {leaver.seq for leaver in plan.left if leaver.reason is None}
                 best = min(
                     seq.request.priority
-                    for seq in h.core.executors[EXECUTOR].running.values()
-                    if seq.seq_id in entered
+                    for seq, seq_id in zip(plan.rows, plan.seq_ids, strict=True)
+                    if seq_id in entered
                 )
                 assert all(seq.request.priority > best for seq in displaced)
     h.run_to_end()
