@@ -84,7 +84,8 @@ def _has_room(
 ) -> bool:
     """Whether there are blocks for its whole context, and for what it and the running will grow by.
 
-    `leaving` are taken to be gone, and `num_taken` blocks to be needed by those who stay. Shared blocks cost nothing, unless nobody held them.
+    `leaving` are taken to be gone, and `num_taken` blocks to be needed by those who stay. Shared blocks cost
+    nothing, unless nobody held them.
     """
     blocks = state.blocks
     used = set(matched)

@@ -106,3 +106,14 @@ def test_padding_does_not_outlive_the_last_member_when_that_one_is_preempted() -
     h.submit("long", [(7 * i + 1) % 90 for i in range(11)], 13, ignore_eos=True)
     h.run_to_end(max_steps=200)
     h.check_outputs()
+
+
+def test_a_batch_whose_last_real_member_is_preempted_ends_and_opens_again() -> None:
+    """Else its padding would be computed for ever, and nobody could enter."""
+    limits = Limits(window=1, watermark=0.0, admission=Admission.OPTIMISTIC)
+    h = Harness(limits, Batching.REQUEST_PADDED, num_blocks=3, block_size=4)
+    h.submit("short", [1, 2], 4, ignore_eos=True)
+    long = h.submit("long", [3], 8, ignore_eos=True)
+    h.run_to_end(max_steps=100)
+    h.check_outputs()
+    assert long.num_preemptions == 1
