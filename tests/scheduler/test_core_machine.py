@@ -246,9 +246,10 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_reserved_is_preempted(self) -> None:
-        if hasattr(self, "h") and self.admission is Admission.RESERVE:
-            if self.h.core.batching is not Batching.REQUEST_PADDED:  # padding has no length to reserve
-                assert self.h.core.counters.preemptions == 0
+        if not hasattr(self, "h") or self.h.core.batching is Batching.REQUEST_PADDED:
+            return  # padding has no length to reserve
+        if self.admission is Admission.RESERVE:
+            assert self.h.core.counters.preemptions == 0
 
     @invariant()
     def tenants_are_their_sequences(self) -> None:
