@@ -1,4 +1,4 @@
-"""Importance classes under more load than can be served, in the logical time of the checking executor's steps.
+"""Importance classes under more load than can be served, in the logical time of the checking executor.
 
 A step takes 100 µs and 10 µs a token.
 """
