@@ -1,11 +1,11 @@
 """The bound of the fair policy, and that it is the policy which keeps it.
 
-Proved for two tenants of equal weight ("Fairness in Serving Large Language Models", OSDI'24): over any interval
-in which both have requests waiting, the virtual tokens received differ by at most 2 U, with
+Proved for two tenants of equal weight ("Fairness in Serving Large Language Models", OSDI'24): over any
+interval in which both have requests waiting, the virtual tokens received differ by at most 2 U, with
 U = max(INPUT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the caches can hold). Service is counted without
-weights and lifts. The proof needs that those admitted together fit in the cache to their ends, so it is one of
-`--admission reserve`. Under `forecast` the same bound is tested; where many are preempted it is not promised,
-since a preempted sequence comes back before those that never ran, whoever's it is.
+weights and lifts. The proof needs that those admitted together fit in the cache to their ends, so it is one
+of `--admission reserve`. Under `forecast` the same bound is tested; where many are preempted it is not
+promised, since a preempted sequence comes back before those that never ran, whoever's it is.
 """
 
 import random
@@ -141,7 +141,7 @@ def test_with_seat_and_block_limits_a_newcomers_first_token_comes_within_a_state
     """A seat and blocks are left for it, so only tokens can lack.
 
     Before its prompt come at most those of the other seats, and, until the others have been charged as much
-    as itself, as many tokens as its own prompt and one prompt more. A step gives chunks at least T - S tokens.
+    as itself, as many tokens as its own prompt and one prompt more. A step gives chunks T - S tokens or more.
     """
     budget, seats, own = 48, 8, 24
     tenants = {"a": TenantLimits(max_running=seats - 1, max_blocks=NUM_BLOCKS // 2)}

@@ -1,4 +1,4 @@
-"""Cases of progress, priorities, preemption, chunks, giving up and lengths, under every policy and admission."""
+"""Progress, priorities, preemption, chunks, giving up and lengths, under every policy and admission."""
 
 import itertools
 import random
