@@ -12,7 +12,7 @@ Times are multiples of 1/8 second, so that sums are exact.
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import defaultdict
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,7 +54,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.policy, self.admission, self.window = policy, admission, window
         self.all: list[Sequence] = []
         self.ended_at: dict[Sequence, float] = {}
-        self.block_seconds: Counter[str] = Counter()
+        self.block_seconds: defaultdict[str, float] = defaultdict(float)
         self.name = 0
 
     @initialize(
@@ -303,8 +303,8 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def run(policy: Policy, admission: Admission, window: int, *, examples: int, steps: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: CoreMachine(policy, admission, window),
+    run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
+        lambda: CoreMachine(policy, admission, window),  # type: ignore[arg-type, return-value, unused-ignore]
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

@@ -229,6 +229,21 @@ def test_b07_the_important_do_not_wait_for_room_that_the_less_important_hold(adm
     h.check_outputs()
 
 
+def test_nobody_makes_way_whose_blocks_the_head_would_only_share() -> None:
+    """Of the four blocks of `low`, three are the head's own beginning: its leaving would free one."""
+    h = Harness(limits(admission=Admission.OPTIMISTIC), num_blocks=9, block_size=16)
+    low = h.submit("low", prompt(48), 14, priority=5, ignore_eos=True)
+    h.submit("high", prompt(50, 60), 14, ignore_eos=True)
+    for _ in range(11):
+        h.step()
+    head = h.submit("head", prompt(95), 1, ignore_eos=True)
+    h.step()
+    assert (low.state, head.state) == (State.RUNNING, State.WAITING)
+    assert h.core.counters.displacements == 0
+    h.run_to_end()
+    h.check_outputs()
+
+
 def test_nobody_makes_way_for_one_whose_tenant_is_at_its_own_limit() -> None:
     for tenant_limits in (TenantLimits(max_running=1), TenantLimits(max_blocks=4)):
         h = Harness(limits(tenants={"t": tenant_limits}), max_num_seqs=3)
