@@ -7,8 +7,8 @@ One layer's keys (values alike), as allocated:
 
 Head-major inside a block, so that one head's keys of a block are one run of memory. Kernels get the permuted
 view `[num_blocks + 1, block_size, num_kv_heads, head_dim]`, in which token `slot` of a sequence stands at
-`[slot // block_size, slot % block_size]`. Our own CPU kernels lay a head's numbers of a block out in their own
-way (`executor/kernels/rows.hpp`), within the same run. The last block, `trash_block_id`, belongs to no sequence,
+`[slot // block_size, slot % block_size]`. Our own CPU kernels lay a head's numbers of a block out otherwise
+(`executor/kernels/rows.hpp`), within the same run. The last block, `trash_block_id`, belongs to no sequence,
 now or ever: rows that pad a batch, and the warm-up, write there.
 
 Allocated as zeros: kernels multiply what lies past a sequence's end with a probability of zero, and that must
