@@ -18,6 +18,7 @@ _COMMANDS = {
     "pull": "fetch a model",
     "watch": "follow the batch of a running router, step by step",
     "demo": "twelve questions at once, and what the batch did",
+    "bench": "measure a model on this machine",
     "conformance": "check that an executor keeps the step protocol",
 }
 _SERVICES = {

@@ -73,6 +73,7 @@ class ModelRunner:
         self._config: ModelConfig = checkpoint.config
         self._eos_token_ids = checkpoint.eos_token_ids
         self._model = model
+        self._choose = operations.choose
         self._kv_cache = kv_cache
         self._dtype = dtype
         self._device = device
@@ -217,7 +218,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter_ns()
-        sampled = sampler.sample(logits, sample_rows) if sample_rows else Sampled([], [], [])
+        sampled = sampler.sample(logits, sample_rows, self._choose) if sample_rows else Sampled([], [], [])
         ended = time.perf_counter_ns()
         return StepOutput(sampled, (forwarded - started) // 1000, (ended - forwarded) // 1000)
 

@@ -56,8 +56,10 @@ static void copy_keys(const AttentionCall& it, const int32_t* table, int head, i
         int position = first + i, offset = position % it.block_size;
         const Type* from =
             (const Type*)it.keys + ((size_t)table[position / it.block_size] * it.num_kv_heads + head) * run;
-        for (int n = 0; n < it.head_dim; n++)
-            to[(n / PER * LANES + i) * PER + n % PER] = from[key_place<Type>(offset, n, it.head_dim, it.block_size)];
+        Places places = key_places<Type>(offset, it.head_dim, it.block_size);
+        from += places.begin;
+        for (int n = 0; n < it.head_dim; n += PER, from += places.step)
+            memcpy((void*)(to + n * LANES + i * PER), from, 4);
     }
 }
 
@@ -70,9 +72,10 @@ static void copy_values(const AttentionCall& it, const int32_t* table, int head,
         int position = first + i, offset = position % it.block_size;
         const Type* from =
             (const Type*)it.values + ((size_t)table[position / it.block_size] * it.num_kv_heads + head) * run;
-        for (int n = 0; n < it.head_dim; n++)
-            to[(i / PER * it.head_dim + n) * PER + i % PER] =
-                from[value_place<Type>(offset, n, it.head_dim, it.block_size)];
+        Places places = value_places<Type>(offset, it.head_dim, it.block_size);
+        from += places.begin;
+        for (int n = 0; n < it.head_dim; n++, from += places.step)
+            to[(i / PER * it.head_dim + n) * PER + i % PER] = *from;
     }
 }
 
@@ -80,20 +83,28 @@ static void copy_values(const AttentionCall& it, const int32_t* table, int head,
 // from `begin` to `end`. Returns the sum of the weights.
 template <class Type>
 static INLINE float softmax(const AttentionCall& it, float* scores, int first, int count, int begin, int end) {
+    const Floats nothing = broadcast(-__builtin_inff());
     int from = (begin - first) / TILE * TILE, to = padded_to_tile(end - first);
-    Floats highest = broadcast(-__builtin_inff());
+    if (it.soft_cap != 0)
+        for (int i = from; i < to; i += LANES) {
+            Floats capped = hyperbolic_tangent(load<Floats>(scores + i) * (it.scale / it.soft_cap));
+            store(scores + i, capped * (it.soft_cap / it.scale));
+        }
+    // Only the first and the last tile hold positions that the row may not see.
+    for (int edge : {from, to - TILE}) {
+        Integers position = lane_numbers() + (first + edge);
+        Floats some = load<Floats>(scores + edge);
+        store(scores + edge, (position >= begin) & (position < end) ? some : nothing);
+    }
+    Floats highest = nothing;
     for (int i = from; i < to; i += LANES) {
-        Floats some = load<Floats>(scores + i) * it.scale;
-        if (it.soft_cap != 0) some = it.soft_cap * hyperbolic_tangent(some / it.soft_cap);
-        Integers position = lane_numbers() + (first + i);
-        some = (position >= begin) & (position < end) ? some : broadcast(-__builtin_inff());
-        store(scores + i, some);
+        Floats some = load<Floats>(scores + i);
         highest = some > highest ? some : highest;
     }
     Floats most = broadcast(max_of_lanes(highest)), sums = {};
     Type* weights = (Type*)scores;
     for (int i = from; i < to; i += LANES) {
-        Floats some = exponential(load<Floats>(scores + i) - most);
+        Floats some = exponential((load<Floats>(scores + i) - most) * it.scale);
         sums = sums + some;
         store_floats(weights + i, some);
     }

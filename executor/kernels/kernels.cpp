@@ -4,6 +4,7 @@
 #include "attention.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
+#include "sampling.hpp"
 
 #ifdef __AMX_TILE__
 #include <asm/prctl.h>
@@ -68,3 +69,5 @@ EXPORT void paged_attention(const AttentionCall* call, bool is_bfloat16) {
     else
         attend<bfloat16, false>(*call);
 }
+
+EXPORT void choose_tokens(const SamplingCall* call) { choose(*call); }

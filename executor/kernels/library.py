@@ -100,6 +100,24 @@ class AttentionCall(Structure):
     )
 
 
+class SamplingCall(Structure):
+    """`SamplingCall` of sampling.hpp."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("uniforms", c_void_p),
+        ("temperatures", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("token_ids", c_void_p),
+        ("highest", c_void_p),
+        ("num_rows", c_int),
+        ("vocab_size", c_int),
+    )
+
+
 class Kernels:
     """One built set of kernels, its threads started."""
 
@@ -134,6 +152,8 @@ class Kernels:
         self.rotate_store.argtypes = (POINTER(RotateCall), c_bool)
         self.paged_attention = library.paged_attention
         self.paged_attention.argtypes = (POINTER(AttentionCall), c_bool)
+        self.choose_tokens = library.choose_tokens
+        self.choose_tokens.argtypes = (POINTER(SamplingCall),)
         for function in vars(self).values():
             if hasattr(function, "restype"):
                 function.restype = None

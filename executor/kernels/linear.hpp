@@ -72,7 +72,7 @@ static INLINE void finish(const LinearCall& it, int finishing, const float* sums
         Out* out = (Out*)it.out + (row + i) * it.out_stride + first;
         switch (finishing) {
             case SILU_GATE:
-                left = left / (1.0f + exponential(-left)) * right;
+                left = left / (1.0f + exponential(at_most(-left, 88.0f))) * right;
                 break;
             case GELU_TANH_GATE: {
                 Floats inner = 0.7978845608028654f * (left + 0.044715f * left * left * left);
@@ -111,8 +111,10 @@ static void linear(const LinearCall& it, int finishing) {
             for (int row = first_row; row < end_row; row += BLOCK) {
                 int num_rows = row + BLOCK < end_row ? BLOCK : end_row - row;
                 const uint32_t* a = (const uint32_t*)it.rows + row * a_stride;
+                // The first of several blocks of rows waits for memory once, and has the next pair fetched.
+                ptrdiff_t ahead = row == first_row && num_rows == BLOCK ? 2 * panel_units : 0;
                 product<Type, 2, TILES>(
-                    {a, a_stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums, PAIR}, num_rows);
+                    {a, a_stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums, PAIR, ahead}, num_rows);
                 finish<Out>(it, finishing, sums, row, num_rows, pair);
             }
         }

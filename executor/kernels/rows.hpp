@@ -13,19 +13,24 @@
 
 constexpr int MOST_HEAD_DIM = 512;
 
-// Where number `number` of slot `offset` of a block stands in a head's run.
+// Where a slot's numbers stand in its head's run: PER_UNIT neighbours at a time from `begin`, `step` apart, for
+// keys; one at a time for values.
+struct Places {
+    size_t begin;
+    size_t step;
+};
+
 template <class Type>
-static INLINE size_t key_place(int offset, int number, int head_dim, int block_size) {
-    constexpr int PER = PER_UNIT<Type>;
+static INLINE Places key_places(int offset, int head_dim, int block_size) {
     int first = offset / LANES * LANES, width = block_size - first < LANES ? block_size - first : LANES;
-    return (size_t)first * head_dim + (size_t)(number / PER * width + offset - first) * PER + number % PER;
+    return {(size_t)first * head_dim + (size_t)(offset - first) * PER_UNIT<Type>, (size_t)width * PER_UNIT<Type>};
 }
 
 template <class Type>
-static INLINE size_t value_place(int offset, int number, int head_dim, int block_size) {
+static INLINE Places value_places(int offset, int head_dim, int block_size) {
     constexpr int PER = PER_UNIT<Type>;
     int first = offset / PER * PER, width = block_size - first < PER ? block_size - first : PER;
-    return (size_t)first * head_dim + (size_t)number * width + offset - first;
+    return {(size_t)first * head_dim + offset - first, (size_t)width};
 }
 
 template <class Type>
@@ -89,19 +94,19 @@ struct RotateCall {
 // Norms and rotates one head: element i is paired with element i + head_dim / 2.
 template <class Type>
 static INLINE void rotated(const Type* head, const float* norm, float eps, const float* angles, int head_dim, Type* out) {
-    float numbers[MOST_HEAD_DIM], turned[MOST_HEAD_DIM];
     float scale = norm ? root_mean_square_scale(head, head_dim, eps) : 1.0f;
-    for (int i = 0; i < head_dim; i += LANES) {
-        Floats some = load_floats(head + i);
-        store(numbers + i, norm ? some * scale * load<Floats>(norm + i) : some);
-    }
     int half = head_dim / 2;
-    const float *cosines = angles, *sines = angles + half;
-    for (int i = 0; i < half; i++) {
-        turned[i] = numbers[i] * cosines[i] - numbers[i + half] * sines[i];
-        turned[i + half] = numbers[i + half] * cosines[i] + numbers[i] * sines[i];
+    for (int i = 0; i < half; i += LANES) {
+        int count = half - i;
+        Floats first = load_floats(head + i, count), second = load_floats(head + half + i, count);
+        if (norm) {
+            first = first * scale * load_floats(norm + i, count);
+            second = second * scale * load_floats(norm + half + i, count);
+        }
+        Floats cosine = load_floats(angles + i, count), sine = load_floats(angles + half + i, count);
+        store_floats(out + i, first * cosine - second * sine, count);
+        store_floats(out + half + i, second * cosine + first * sine, count);
     }
-    for (int i = 0; i < head_dim; i += LANES) store_floats(out + i, load<Floats>(turned + i));
 }
 
 template <class Type>
@@ -116,15 +121,17 @@ static void rotate_and_store(const RotateCall& it) {
             rotated(head, it.query_norm, it.query_eps, angles, head_dim, query);
         size_t block = it.slots[token] / block_size;
         int offset = it.slots[token] % block_size;
+        Places to_keys = key_places<Type>(offset, head_dim, block_size);
+        Places to_values = value_places<Type>(offset, head_dim, block_size);
         Type turned[MOST_HEAD_DIM];
         for (int i = 0; i < it.num_kv_heads; i++, head += head_dim) {
             rotated(head, it.key_norm, it.key_eps, angles, head_dim, turned);
-            Type* keys = (Type*)it.keys + (block * it.num_kv_heads + i) * run;
-            for (int n = 0; n < head_dim; n++) keys[key_place<Type>(offset, n, head_dim, block_size)] = turned[n];
+            Type* to = (Type*)it.keys + (block * it.num_kv_heads + i) * run + to_keys.begin;
+            for (int n = 0; n < head_dim; n += PER_UNIT<Type>, to += to_keys.step) memcpy((void*)to, turned + n, 4);
         }
         for (int i = 0; i < it.num_kv_heads; i++, head += head_dim) {
-            Type* values = (Type*)it.values + (block * it.num_kv_heads + i) * run;
-            for (int n = 0; n < head_dim; n++) values[value_place<Type>(offset, n, head_dim, block_size)] = head[n];
+            Type* to = (Type*)it.values + (block * it.num_kv_heads + i) * run + to_values.begin;
+            for (int n = 0; n < head_dim; n++, to += to_values.step) *to = head[n];
         }
     });
 }

@@ -145,14 +145,14 @@ static INLINE float max_of_lanes(Floats values) {
     return lanes[0];
 }
 
-// e to the power of `values`, to about one unit in the last place; below -87 it is zero, above 88 it stays at
-// e^88. The power of two is split off, the rest is a polynomial (Cephes, expf).
+// e to the power of `values`, none of them above 88, to about one unit in the last place; below -87 it is zero.
+// The power of two is split off, the rest is a polynomial (Cephes, expf).
 static INLINE Floats exponential(Floats values) {
-    Floats highest = broadcast(88.0f);
-    Floats bounded = values < highest ? values : highest;
-    bounded = bounded > broadcast(-87.0f) ? bounded : broadcast(-87.0f);
-    const float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
-    Floats power = (bounded * 1.44269504088896341f + magic) - magic;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded, into its lowest bits
+    Floats lowest = broadcast(-87.0f);
+    Floats bounded = values > lowest ? values : lowest;
+    Floats shifted = bounded * 1.44269504088896341f + magic;
+    Floats power = shifted - magic;
     Floats rest = bounded - power * 0.693359375f;
     rest = rest + power * 2.12194440e-4f;
     Floats sum = broadcast(1.9875691500e-4f);
@@ -162,11 +162,15 @@ static INLINE Floats exponential(Floats values) {
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * (rest * rest) + rest + 1.0f;
-    Integers exponent = (__builtin_convertvector(power, Integers) + 127) << 23;
-    Floats result = sum * (Floats)exponent;
-    return values < broadcast(-87.0f) ? Floats{} : result;
+    Floats result = (Floats)((Integers)sum + ((Integers)shifted << 23));
+    return values < lowest ? Floats{} : result;
+}
+
+static INLINE Floats at_most(Floats values, float limit) {
+    Floats limits = broadcast(limit);
+    return values < limits ? values : limits;
 }
 
 static INLINE Floats hyperbolic_tangent(Floats values) {
-    return 1.0f - 2.0f / (exponential(values * 2.0f) + 1.0f);
+    return 1.0f - 2.0f / (exponential(at_most(values * 2.0f, 88.0f)) + 1.0f);
 }

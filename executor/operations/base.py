@@ -8,13 +8,14 @@ A tensor that an operation returns may be overwritten by the next call of the sa
 each result before it asks for the next of its kind. Nothing is written to a tensor but where it says so.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from executor.inputs import StepInputs
+from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import LayerCache
 
 
@@ -92,6 +93,9 @@ class Operations(Protocol):
 
         With a soft cap c they are `c * tanh(logits / c)`.
         """
+
+    def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
+        """A token for each row of `allowed` logits: see `executor.sampler.Choose`."""
 
     # --- once or more per layer ---------------------------------------------------------------------
 

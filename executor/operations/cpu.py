@@ -7,6 +7,7 @@ Results lie in buffers that are made once for each shape and used again by each 
 decode allocates nothing.
 """
 
+from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from executor.attention.base import AttentionSpec
-from executor.inputs import StepInputs
+from executor.inputs import SampleRow, StepInputs
 from executor.kernels.library import (
     COLUMN_PADDING,
     MOST_HEAD_DIM,
@@ -26,9 +27,11 @@ from executor.kernels.library import (
     Kernels,
     LinearCall,
     RotateCall,
+    SamplingCall,
 )
 from executor.kv_cache import LayerCache
 from executor.operations.base import Activation, Linear, Norm, StepTensors
+from executor.philox import uniforms
 
 _GATES = {Activation.SILU: Finish.SILU_GATE, Activation.GELU_TANH: Finish.GELU_TANH_GATE}
 _EVERYTHING = 2**31 - 1
@@ -203,6 +206,30 @@ class CpuOperations:
         torch.index_select(normed, 0, step.logits_indices, out=rows)
         finish = Finish.AS_IS if soft_cap is None else Finish.SOFT_CAP
         return self._linear("logits", rows, head, finish, torch.float32, soft_cap=soft_cap or 0.0)
+
+    def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
+        """Row by row, without sorting the vocabulary."""
+        num_rows, vocab_size = allowed.shape
+        params = [row.params for row in rows]
+        numbers = uniforms([each.seed for each in params], [row.output_index for row in rows])
+        wishes = np.array([(each.temperature, each.top_p, each.min_p) for each in params]).T.copy()
+        top_k = np.array([each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params])
+        token_ids, highest = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.float32)
+        call = SamplingCall(
+            logits=allowed.data_ptr(),
+            stride=allowed.stride(0),
+            uniforms=numbers.ctypes.data,
+            temperatures=wishes[0].ctypes.data,
+            top_p=wishes[1].ctypes.data,
+            min_p=wishes[2].ctypes.data,
+            top_k=top_k.ctypes.data,
+            token_ids=token_ids.ctypes.data,
+            highest=highest.ctypes.data,
+            num_rows=num_rows,
+            vocab_size=vocab_size,
+        )
+        self._kernels.choose_tokens(byref(call))
+        return token_ids.tolist(), highest.tolist()
 
     # --- once or more per layer ---------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.attention.base import AttentionSpec
 from executor.attention.reference import ReferenceAttention
-from executor.inputs import StepInputs, build_inputs
+from executor.inputs import SampleRow, StepInputs, build_inputs
 from executor.kernels import build
 from executor.kernels.library import Kernels
 from executor.kv_cache import LayerCache
@@ -402,6 +402,89 @@ def test_the_number_of_threads_changes_no_bit(kind: str) -> None:
         normed = under_test.norm(hidden, Norm(torch.ones(576), 1e-5))
         results.append(under_test.linear(normed, under_test.pack(weight.clone(), None)).clone())
     assert torch.equal(*results)
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+def sample_row(index: int, **params: float) -> SampleRow:
+    return SampleRow(SamplingParams(max_tokens=1, seed=index, **params), index, ())  # type: ignore[arg-type]
+
+
+@every_set
+@settings(max_examples=60, deadline=None)
+@given(
+    temperature=st.sampled_from([0.0, 1e-300, 0.2, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 0, 1, 2, 40, 1500, 10**7]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.1, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.5, 1.0]),
+    vocab_size=st.sampled_from([1, 5, 272, 1000, 5003]),
+    kind_of_logits=st.sampled_from(["spread", "flat", "ties", "masked"]),
+    seed=st.integers(0, 1000),
+)
+def test_tokens_are_chosen_as_torch_chooses_them(
+    kind: str,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    vocab_size: int,
+    kind_of_logits: str,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = random(rng, 40, vocab_size) * {"spread": 4.0, "flat": 0.0}.get(kind_of_logits, 1.0)
+    if kind_of_logits == "ties":
+        logits = logits.round()
+    if kind_of_logits == "masked":
+        logits[:, : vocab_size // 2] = -torch.inf
+    rows = [
+        sample_row(index, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        for index in range(40)
+    ]
+    ours, highest = operations(kind, spec()).choose(logits, rows)
+    expected, expected_highest = operations("plain", spec()).choose(logits, rows)
+    assert highest == expected_highest
+    # One draw in millions falls where the rounding of a sum decides.
+    assert sum(a != b for a, b in zip(ours, expected, strict=True)) <= (0 if temperature == 0 else 1)
+    assert all(logits[index, token] > -torch.inf for index, token in enumerate(ours))
+
+
+@every_kind
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [0, 17, 271])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_is_told_by_its_highest_logit_alone(
+    kind: str, bad: float, place: int, temperature: float
+) -> None:
+    logits = random(np.random.default_rng(0), 3, 272)
+    rows = [sample_row(index, temperature=temperature) for index in range(3)]
+    expected, _ = operations(kind, spec()).choose(logits.clone(), rows)
+    logits[1, place] = bad
+    chosen, highest = operations(kind, spec()).choose(logits, rows)
+    assert [np.isfinite(value) for value in highest] == [True, False, True]
+    assert (chosen[0], chosen[2]) == (expected[0], expected[2])
+
+
+@every_kind
+def test_a_row_with_nothing_left_has_minus_infinity_as_its_highest(kind: str) -> None:
+    logits = torch.full((1, 272), -torch.inf)
+    _, highest = operations(kind, spec()).choose(logits, [sample_row(0, temperature=1.0, top_p=0.5)])
+    assert highest == [-np.inf]
+
+
+@every_set
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(
+    kind: str, uniform: float, filters: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executor.operations.cpu.uniforms", lambda *_: np.array([uniform]))
+    logits = torch.full((1, 5000), -torch.inf)
+    logits[0, 1000:1300] = 0.1
+    chosen, _ = operations(kind, spec()).choose(logits, [sample_row(0, temperature=1.0, **filters)])
+    most = 1269 if "top_p" in filters else 1299
+    assert chosen == [1000 if uniform == 0 else most]
 
 
 # --- what is refused ------------------------------------------------------------------------------
