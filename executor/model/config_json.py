@@ -44,7 +44,7 @@ def _all_sliding(_: Settings, num_layers: int) -> list[str]:
 
 
 def _sliding_from_some_layer_on(raw: Settings, num_layers: int) -> list[str]:
-    first = raw.integer("max_window_layers", default=28)
+    first = raw.integer("max_window_layers", default=28, at_least=0)
     return [SLIDING if layer >= first else FULL for layer in range(num_layers)]
 
 

@@ -2,8 +2,8 @@
 
 Three things differ from a Hugging Face folder beside the names. The file lists sizes fastest dimension
 first. Gemma's norms have had their 1 added. And the rows of query and key projections of `llama` are
-reordered, because llama.cpp rotates neighbouring elements there and Hugging Face rotates halves: within a head, file row
-2i + h is row i + h * head_dim / 2 here. The other architectures rotate halves in both.
+reordered, because llama.cpp rotates neighbouring elements there and Hugging Face rotates halves: within a
+head, file row 2i + h is row i + h * head_dim / 2 here. The other architectures rotate halves in both.
 """
 
 from collections.abc import Callable, Mapping

@@ -28,11 +28,11 @@ class Settings:
         """The value under `name`, whatever it is."""
         return self.values.get(self.prefix + name)
 
-    def integer(self, name: str, *, default: int | None = None) -> int:
-        """The whole number >= 1 under `name`; `default` (None: required) when it is absent."""
+    def integer(self, name: str, *, default: int | None = None, at_least: int = 1) -> int:
+        """The whole number >= `at_least` under `name`; `default` (None: required) when it is absent."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(name, "a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise self.wrong(name, f"a whole number of at least {at_least}")
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float:
