@@ -1,4 +1,4 @@
-"""Writes a Hugging Face folder as a float32 GGUF file, as llama.cpp's converter does."""
+"""Writes a Hugging Face folder as a GGUF file, as llama.cpp's converter does."""
 
 import json
 from pathlib import Path
@@ -42,9 +42,13 @@ def write_gguf(
     *,
     architecture: str = "llama",
     rope_divisors: list[float] | None = None,
+    stored_as: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     **more: Any,
 ) -> Path:
-    """The folder as a file; `more` are further settings of the architecture, `__` standing for a dot."""
+    """The folder as a file, its matrices `stored_as` that type.
+
+    `more` are further settings of the architecture, `__` standing for a dot.
+    """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])
@@ -68,7 +72,10 @@ def write_gguf(
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config["num_hidden_layers"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         rows = stored_rows(architecture, name, tensor.numpy(), config)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(rows))
+        rows = np.ascontiguousarray(rows)
+        kind = stored_as if rows.ndim > 1 else gguf.GGMLQuantizationType.F32
+        name_there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(name_there, gguf.quants.quantize(rows, kind), raw_dtype=kind)
     if rope_divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, dtype=np.float32))
     writer.write_header_to_file()

@@ -93,6 +93,27 @@ def test_each_architecture_equals_the_folder_it_was_made_from(
     torch.testing.assert_close(found, reference_logits(folder, token_ids), atol=1e-4, rtol=0)
 
 
+Kind = gguf.GGMLQuantizationType
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [(Kind.F16, 1e-3), (Kind.BF16, 1e-2), (Kind.Q8_0, 2e-2), (Kind.Q5_0, 0.15), (Kind.Q4_1, 0.25)],
+    ids=["f16", "bf16", "q8_0", "q5_0", "q4_1"],
+)
+def test_quantised_tensors_are_the_folders_to_within_their_step(
+    kind: Kind, error: float, folder: Path, tmp_path: Path
+) -> None:
+    path = write_gguf(folder, tmp_path / "model.gguf", stored_as=kind)
+    exact, rounded = open_checkpoint(folder).tensors, open_checkpoint(path).tensors
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight", "lm_head.weight"):
+        assert rounded[name].dtype == kind.name
+        expected, found = exact[name].read(), rounded[name].read()
+        assert found.dtype == torch.float32
+        assert not torch.equal(found, expected)
+        assert (found - expected).abs().max() <= error * expected.abs().max()
+
+
 def metadata(architecture: str, **said: Any) -> dict[str, Any]:
     """Metadata of an eight-headed model; `__` stands for a dot."""
     needed = {"embedding_length": 96, "feed_forward_length": 8, "block_count": 2, "context_length": 64}
