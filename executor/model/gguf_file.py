@@ -6,6 +6,7 @@ reordered, because llama.cpp rotates neighbouring elements there and Hugging Fac
 head, file row 2i + h is row i + h * head_dim / 2 here. The other architectures rotate halves in both.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -42,6 +43,7 @@ _GEMMA_LAYER_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LONG_ROW_BYTES = 1 << 16
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -116,15 +118,24 @@ def reader_of(
 
     def read() -> Tensor:
         try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            values = gguf.quants.dequantize(in_long_rows(tensor.data), tensor.tensor_type)
         except NotImplementedError as error:
             raise ModelError(
                 f"{path}: tensor {tensor.name} has the unsupported type {tensor.tensor_type.name}."
             ) from error
-        loaded = torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
+        # What needed no dequantising still lies in the file, which must not be written to.
+        values = values if values.flags.writeable else values.copy()
+        loaded = torch.from_numpy(values).reshape(shape)
         return loaded if num_heads is None else halves_from_neighbours(loaded, num_heads)
 
     return read
+
+
+def in_long_rows(data: np.ndarray) -> np.ndarray:
+    """`data` with some rows laid end to end: the package dequantises sixteen at a time, however short."""
+    num_rows, row_bytes = math.prod(data.shape[:-1]), data.shape[-1]
+    together = 1 << max(0, (_LONG_ROW_BYTES // row_bytes).bit_length() - 1)
+    return data.reshape(-1, row_bytes * math.gcd(num_rows, together))
 
 
 def halves_from_neighbours(rows: Tensor, num_heads: int) -> Tensor:
