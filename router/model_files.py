@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 from tokenizers import Tokenizer
 
 from router import gguf_tokenizer
+from router.gguf_reader import Reader
 
 GGUF_MAGIC = b"GGUF"
 
@@ -234,25 +233,12 @@ def _json_object(path: Path, *, needed: bool) -> dict[str, Any]:
     return value
 
 
-class _Reader(gguf.GGUFReader):
-    """The package's reader on a plain view of the mapped file; slicing a `memmap` is most of its time."""
-
-    @property  # type: ignore[override]  # a plain array does for all that it reads
-    def data(self) -> np.ndarray:
-        """The bytes of the file."""
-        return self._data
-
-    @data.setter
-    def data(self, mapped: np.memmap) -> None:
-        self._data = np.asarray(mapped)
-
-
 def _gguf_metadata(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise ModelFilesError(f"{path} is a file but not a GGUF file; give a GGUF file or a model folder")
     try:
-        fields = _Reader(path).fields
+        fields = Reader(path).fields
         return {key: field.contents() for key, field in fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise ModelFilesError(f"{path} is broken or cut off: {error}") from error

@@ -18,6 +18,7 @@ from torch import Tensor
 from executor.model.checkpoint import Checkpoint, StoredTensor, checked_eos_ids
 from executor.model.errors import ModelError
 from executor.model.gguf_config import architecture_of, config_from_metadata
+from executor.model.gguf_reader import Reader
 from executor.model.json_files import eos_token_ids
 
 _TOP_LEVEL_NAMES = {
@@ -47,26 +48,13 @@ _LONG_ROW_BYTES = 1 << 16
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
-class _Reader(gguf.GGUFReader):
-    """The package's reader on a plain view of the mapped file; slicing a `memmap` is most of its time."""
-
-    @property  # type: ignore[override]  # a plain array does for all that it reads
-    def data(self) -> np.ndarray:
-        """The bytes of the file."""
-        return self._data
-
-    @data.setter
-    def data(self, mapped: np.memmap) -> None:
-        self._data = np.asarray(mapped)
-
-
 def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
     """Open the file `path`. Raises `ModelError`.
 
     `generation_config` is the JSON file beside it, if it lies in a folder: its end tokens count as well.
     """
     try:
-        reader = _Reader(path)
+        reader = Reader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     # The reader indexes into the mapped file as it goes: a short or foreign file shows as any of these.
     except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
