@@ -101,7 +101,7 @@ def _work(path: Path, place: int, request: Any) -> Work:
 
 async def _measure(flags: list[str], works: list[Work]) -> tuple[float, list[list[int]]]:
     given = any(flag.partition("=")[0] == "--log-level" for flag in flags)
-    quiet = [] if given else ["--log-level", "warning"]
+    quiet = [] if given else ["--log-level", "error"]
     async with (
         own_service([*flags, *quiet], tell=lambda line: print(line, file=sys.stderr)) as address,
         router_at(address) as router,

@@ -50,6 +50,19 @@ class ServeSettings(Settings):
     batching: str | None = Field(
         default=None, description="iteration, or for comparison request, request-padded."
     )
+    policy: str | None = Field(default=None, description="Who is served next: fcfs, fair or deadline.")
+    admission: str | None = Field(
+        default=None, description="Room a newcomer must find: reserve, forecast or optimistic."
+    )
+    prefix_caching: bool | None = Field(
+        default=None, description="Whether equal beginnings of prompts are computed once (default: yes)."
+    )
+    aging_seconds: float | None = Field(
+        default=None, description="Waiting this long is worth one importance class."
+    )
+    max_queued: int | None = Field(default=None, description="Most waiting requests beyond the free seats.")
+    max_queued_tokens: int | None = Field(default=None, description="Most prompt tokens of all that wait.")
+    tenants: str | None = Field(default=None, description="A TOML file of tenants' weights and limits.")
     model_name: str | None = Field(default=None, description="The name that clients call the model by.")
     default_max_tokens: int | None = Field(
         default=None, description="Most tokens when a request does not say."
@@ -81,6 +94,13 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "max_step_ms": ("scheduler",),
     "window": ("executor", "scheduler"),
     "batching": ("scheduler",),
+    "policy": ("scheduler",),
+    "admission": ("scheduler",),
+    "prefix_caching": ("scheduler",),
+    "aging_seconds": ("scheduler",),
+    "max_queued": ("scheduler",),
+    "max_queued_tokens": ("scheduler",),
+    "tenants": ("scheduler",),
     "model_name": ("router",),
     "default_max_tokens": ("router",),
     "recovery_timeout": ("router",),

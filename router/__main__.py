@@ -25,7 +25,7 @@ SERVICE_NAME: str = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 
 async def run_router() -> int:
     """Serves until told to stop; returns the exit code. Raises StartError when it cannot start."""
-    settings = load(RouterSettings, sys.argv[1:], prog="router")
+    settings = load(RouterSettings, sys.argv[1:], prog="chairlift router")
     log.configure("router", fmt=settings.log_format, level=settings.log_level)
     try:
         files = model_files.read(settings.model)
@@ -85,4 +85,4 @@ def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:
 
 
 if __name__ == "__main__":
-    main("router", run_router)
+    main("chairlift router", run_router)

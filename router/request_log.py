@@ -125,6 +125,7 @@ class ChoiceLog:
         "num_cached_tokens",
         "output_token_ids",
         "sampling",
+        "taken_in",
     )
 
     def __init__(
@@ -144,6 +145,7 @@ class ChoiceLog:
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
         self.end: End | None = None
+        self.taken_in = False  # by a scheduler: it will end exactly once
         self._text = text
         self._end_token_ids = end_token_ids
         self._num_taken = 0
@@ -267,6 +269,11 @@ class RequestLog:
             )
             for index, text in enumerate(texts)
         )
+
+    @property
+    def taken_in(self) -> bool:
+        """Whether a scheduler has taken every choice in."""
+        return all(choice.taken_in for choice in self.choices)
 
     @property
     def ended(self) -> bool:

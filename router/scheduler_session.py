@@ -134,7 +134,8 @@ class SequenceFinished:
 class StepOutput:
     """Tokens and ends since the message before. `token_ids` is ragged: `num_tokens[i]` ids for `handles[i]`.
 
-    `logprobs` maps a handle to one entry for each of its ids in this message; `started` maps a handle to the
+    `accepted` are handles that were taken in. `logprobs` maps a handle to one entry for each of its ids in
+    this message; `started` maps a handle to the
     prompt tokens that the cache gave it.
     """
 
@@ -146,6 +147,7 @@ class StepOutput:
     finished: tuple[SequenceFinished, ...]
     started: abc.Mapping[int, int]
     step_id: int
+    accepted: tuple[int, ...] = ()
 
 
 RouterMessage = Hello | Submit | Cancel | Ack
@@ -398,6 +400,9 @@ class SchedulerSession:
             return []  # a duplicate: it has been applied
         self._check(output)
         touched: dict[_Live, None] = {}
+        for live, _ in self._living((handle, None) for handle in output.accepted):
+            live.choice.taken_in = True
+            touched[live] = None
         for live, num_cached_tokens in self._living(output.started.items()):
             live.choice.start(num_cached_tokens)
             touched[live] = None
@@ -433,7 +438,7 @@ class SchedulerSession:
         ended = [finished.handle for finished in output.finished]
         if len(set(ended)) != len(ended):
             raise SessionError("a handle ends twice in one message")
-        for handle in (*output.handles, *ended, *output.started, *output.logprobs):
+        for handle in (*output.accepted, *output.handles, *ended, *output.started, *output.logprobs):
             if not 0 < handle < self._next_handle:
                 raise SessionError(f"handle {handle} was never given on this stream")
         assert self.welcome is not None, "an open session has been welcomed"

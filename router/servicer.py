@@ -61,6 +61,14 @@ class _LiveRequest:
         """Whether the client has been told the end of each choice."""
         return len(self._ends_told) == len(self.log.choices)
 
+    async def until_taken_in(self) -> None:
+        """Returns when a scheduler has taken every choice in. Raises RequestError when it refused one."""
+        while not self.log.taken_in and not self.log.ended:
+            self.raise_failure()
+            self.changed.clear()
+            await self.changed.wait()
+        self.raise_failure()
+
     def new_events(self) -> list[router_pb2.GenerateEvent]:
         """What has happened since the last call: at most one delta and one end for each choice.
 
@@ -122,6 +130,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     ) -> None:
         """Streams events as the log grows. A slow reader gets fewer and larger deltas."""
         async with _answering(context), self._live(request, context) as live:
+            await live.until_taken_in()
             await context.write(router_pb2.GenerateEvent(accepted=wire.accepted(live.log)))
             live.log.accepted = True
             while not live.all_told:
@@ -138,6 +147,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         """The same, once, at the end. A choice that fails fails the call."""
         async with _answering(context), self._live(request, context) as live:
             log = live.log
+            await live.until_taken_in()
             log.accepted = True  # this client is told nothing before the end, and must lose nothing either
             while not log.ended:
                 live.raise_failure()

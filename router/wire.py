@@ -331,6 +331,7 @@ def _step_output(output: scheduler_pb2.StepOutput) -> session.StepOutput:
         finished=tuple(map(_finished, output.finished)),
         started={row.handle: row.num_cached_tokens for row in output.started},
         step_id=output.step_id,
+        accepted=tuple(output.accepted),
     )
 
 

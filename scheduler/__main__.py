@@ -1,6 +1,8 @@
 """`python -m scheduler`: one scheduler process."""
 
 import asyncio
+import gc
+import secrets
 import sys
 
 import structlog
@@ -24,7 +26,12 @@ async def run(argv: list[str]) -> int:
     settings = load(SchedulerSettings, argv, prog="chairlift scheduler")
     log.configure("scheduler", fmt=settings.log_format, level=settings.log_level)
     health = Health([SERVICE])
-    core = SchedulerCore(settings.limits, settings.batching, wire.padding_sampling())
+    core = SchedulerCore(
+        settings.limits,
+        settings.batching,
+        padding_sampling=wire.padding_sampling(),
+        cache_secret=secrets.token_bytes(32),
+    )
     loop = SchedulerLoop(core, on_serving=health.serving)
     servicer = SchedulerServicer(
         loop, scheduler_id=settings.name, router_stall_seconds=settings.router_stall_seconds
@@ -38,6 +45,12 @@ async def run(argv: list[str]) -> int:
             reattach_seconds=settings.reattach_seconds,
             max_message_bytes=settings.max_message_bytes,
         )
+
+    # What was loaded by now stays for good: the collector need not look at it, and may rest longer between
+    # looks at what lives briefly. A full collection in the step loop would be a pause for every stream.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
 
     async def background() -> None:
         structlog.get_logger().info("waiting_for_executor", executor=settings.executor)

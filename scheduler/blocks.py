@@ -1,68 +1,163 @@
-"""Who owns which KV block of one executor.
+"""Who holds which KV block of one executor, and what full blocks can be used again.
 
-A block is `block_size` slots of KV memory on the executor; here it is only an id. Policy decides with
-counts, this module hands out identities.
+A block is `block_size` slots of KV memory on the executor; here it is only an id. Policy decides with counts,
+this module hands out identities.
 
     blocks      [0] [1] [2] [3] [4] [5]          block_size 4
     sequence a   ●       ●                       block_table [2, 0], 7 tokens
     token 0..3 of a lie in block 2, token 4..6 in block 0: slot = block_table[i // 4] * 4 + i % 4
 
-Pure: integers in, integers out.
+A block is in exactly one of three places:
+
+    free     nobody holds it, its content means nothing
+    held     ref_count >= 1 sequences have it in their tables
+    idle     nobody holds it, but its content is known: it has a key in the index, and may be held again
+
+A key names content: the tokens of the block and all tokens before it (`prefix_cache`). Blocks get one when
+the step that filled them has answered. Idle blocks are given up least recently held first; a table is
+released from its end, so leaves go before their parents. Pure: integers and bytes in, integers out.
 """
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 
 class BlockError(RuntimeError):
-    """Blocks and owners disagree: a fault of ours. The cure is to open the executor again and recompute."""
+    """Blocks and holders disagree: a fault of ours. The cure is to open the executor again and recompute."""
 
 
 class BlockManager:
-    """The free list of one executor's blocks.
+    """All blocks of one executor.
 
     Freed blocks are handed out again last-in first-out, which keeps the working set of KV memory small.
     """
 
-    __slots__ = ("_owned", "block_size", "free_block_ids", "num_blocks")
+    __slots__ = ("_block_of", "_idle", "_key_of", "_ref_counts", "block_size", "free_block_ids", "num_blocks")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.free_block_ids = list(range(num_blocks - 1, -1, -1))
-        self._owned = bytearray(num_blocks)
+        self._ref_counts = [0] * num_blocks
+        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody owns."""
-        return len(self.free_block_ids)
+        """Blocks that can be had: free and idle ones."""
+        return len(self.free_block_ids) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that nobody holds and whose content may be used again."""
+        return len(self._idle)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    # --- holding -----------------------------------------------------------------------------------------
+
     def allocate(self, count: int) -> list[int]:
-        """`count` block ids, now owned. Raises BlockError when there are fewer: callers look first."""
-        if count > len(self.free_block_ids):
-            raise BlockError(f"{count} blocks wanted, {len(self.free_block_ids)} free")
-        taken = [self.free_block_ids.pop() for _ in range(count)]
-        for block_id in taken:
-            self._owned[block_id] = 1
+        """`count` block ids of no known content, now held. Raises BlockError when there are fewer."""
+        if count > self.num_free:
+            raise BlockError(f"{count} blocks wanted, {self.num_free} can be had")
+        taken = []
+        for _ in range(count):
+            block_id = self.free_block_ids.pop() if self.free_block_ids else self._evict()
+            self._ref_counts[block_id] = 1
+            taken.append(block_id)
         return taken
 
-    def free(self, block_ids: Iterable[int]) -> None:
-        """Takes blocks back. Raises BlockError for one that is not owned."""
-        for block_id in block_ids:
-            if not self._owned[block_id]:
-                raise BlockError(f"block {block_id} freed twice")
-            self._owned[block_id] = 0
-            self.free_block_ids.append(block_id)
+    def _evict(self) -> int:
+        block_id, _ = self._idle.popitem(last=False)
+        key = self._key_of[block_id]
+        assert key is not None
+        del self._block_of[key]
+        self._key_of[block_id] = None
+        return block_id
 
-    def check(self, block_tables: Iterable[list[int]]) -> None:
-        """Raises BlockError unless free + owned = all and every owned block is in exactly one table."""
-        owned = [block_id for table in block_tables for block_id in table]
-        if len(set(owned)) != len(owned):
-            raise BlockError(f"a block is in two tables: {sorted(owned)}")
-        if sorted(owned + self.free_block_ids) != list(range(self.num_blocks)):
-            raise BlockError(f"{len(owned)} owned + {len(self.free_block_ids)} free != {self.num_blocks}")
-        if any(self._owned[block_id] for block_id in self.free_block_ids):
-            raise BlockError("a free block is marked as owned")
+    def share(self, block_ids: Iterable[int]) -> None:
+        """One more sequence holds these; they are held or idle."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._idle[block_id]
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_table: Sequence[int]) -> None:
+        """One sequence less holds these. Raises BlockError for one that nobody holds."""
+        for block_id in reversed(block_table):
+            count = self._ref_counts[block_id]
+            if count <= 0:
+                raise BlockError(f"block {block_id} is released and nobody holds it")
+            self._ref_counts[block_id] = count - 1
+            if count == 1:
+                if self._key_of[block_id] is None:
+                    self.free_block_ids.append(block_id)
+                else:
+                    self._idle[block_id] = None
+
+    def num_private(self, block_table: Iterable[int]) -> int:
+        """How many of these would come free if their only holder let go."""
+        ref_counts = self._ref_counts
+        return sum(ref_counts[block_id] == 1 for block_id in block_table)
+
+    # --- known content -----------------------------------------------------------------------------------
+
+    def register(self, block_id: int, key: bytes) -> None:
+        """The content of a held block is known now. If another one has the same, the index keeps that."""
+        if self._ref_counts[block_id] <= 0:
+            raise BlockError(f"block {block_id} is registered and nobody holds it")
+        if key not in self._block_of and self._key_of[block_id] is None:
+            self._block_of[key] = block_id
+            self._key_of[block_id] = key
+
+    def find(self, key: bytes) -> int | None:
+        """The block with this content, held or idle."""
+        return self._block_of.get(key)
+
+    def num_idle_among(self, block_ids: Iterable[int]) -> int:
+        """How many of these are idle: holding them takes them from what can be had."""
+        ref_counts = self._ref_counts
+        return sum(ref_counts[block_id] == 0 for block_id in block_ids)
+
+    def forget_content(self) -> None:
+        """Empties the index; idle blocks become free."""
+        self.free_block_ids += self._idle
+        self._idle.clear()
+        self._block_of.clear()
+        self._key_of = [None] * self.num_blocks
+
+    # --- audit -------------------------------------------------------------------------------------------
+
+    def check_counts(self, num_table_entries: int) -> None:
+        """The quick half of `check`: raises BlockError unless the numbers add up."""
+        num_held = self.num_blocks - self._ref_counts.count(0)
+        if num_held + self.num_free != self.num_blocks or sum(self._ref_counts) != num_table_entries:
+            raise BlockError(
+                f"{num_held} held + {self.num_free} to be had of {self.num_blocks} blocks, "
+                f"{sum(self._ref_counts)} references for {num_table_entries} table entries"
+            )
+
+    def check(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Raises BlockError unless free + idle + held = all and every count equals the tables holding it."""
+        counts = [0] * self.num_blocks
+        for table in block_tables:
+            if len(set(table)) != len(table):
+                raise BlockError(f"a block is twice in one table: {table}")
+            for block_id in table:
+                counts[block_id] += 1
+        for block_id, (count, expected) in enumerate(zip(self._ref_counts, counts, strict=True)):
+            if count != expected:
+                raise BlockError(f"block {block_id} has ref_count {count} and is in {expected} tables")
+        held = [block_id for block_id, count in enumerate(counts) if count]
+        if sorted([*held, *self.free_block_ids, *self._idle]) != list(range(self.num_blocks)):
+            places = f"{len(held)} held + {len(self.free_block_ids)} free + {len(self._idle)} idle"
+            raise BlockError(f"{places} are not all {self.num_blocks} blocks")
+        if any(self._key_of[block_id] is not None for block_id in self.free_block_ids):
+            raise BlockError("a free block has a key")
+        if any(self._key_of[block_id] is None for block_id in self._idle):
+            raise BlockError("an idle block has no key")
+        if any(self._key_of[block_id] != key for key, block_id in self._block_of.items()):
+            raise BlockError("the index names a block of other content")

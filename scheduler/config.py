@@ -1,13 +1,20 @@
 """What a scheduler can be told, read once at start."""
 
 import socket
+import tomllib
+from dataclasses import fields
+from pathlib import Path
 
 from pydantic import Field, field_validator
 
 from rpc.address import Address, AddressError, parse_list
 from rpc.settings import ServiceSettings
 from scheduler.batching import Batching
-from scheduler.policy import Limits
+from scheduler.policy import Admission, Limits
+from scheduler.tenants import TenantLimits
+from scheduler.waiting import Policy
+
+DEFAULT_TENANT = "default"
 
 
 class SchedulerSettings(ServiceSettings):
@@ -63,6 +70,36 @@ class SchedulerSettings(ServiceSettings):
         description="iteration: the batch is re-formed at every step. request, request-padded: it stays "
         "until its last member ends (finished rows dropped, or computed on as padding); for comparison.",
     )
+    policy: Policy = Field(
+        default=Policy.FCFS,
+        description="Who is served next within an importance class: fcfs, first come first served; fair, the "
+        "tenant that was served least; deadline, least slack first, hopeless work refused.",
+    )
+    admission: Admission = Field(
+        default=Admission.FORECAST,
+        description="Room a newcomer must find: reserve, for everybody's whole length; forecast, for the "
+        "expected peak; optimistic, for its context (preempts most, for comparison).",
+    )
+    aging_seconds: float | None = Field(
+        default=10.0, gt=0, le=86_400, description="Waiting this long is worth one importance class."
+    )
+    prefix_caching: bool = Field(
+        default=True, description="Whether equal beginnings of prompts are computed once."
+    )
+    max_queued: int | None = Field(
+        default=4096,
+        ge=0,
+        le=1_000_000,
+        description="Most waiting requests beyond the free seats; the next one gets RESOURCE_EXHAUSTED.",
+    )
+    max_queued_tokens: int | None = Field(
+        default=16_777_216, ge=1, le=2**40, description="Most prompt tokens of all waiting requests."
+    )
+    tenants: str = Field(
+        default="",
+        description="A TOML file of tenants: a table for each name, [default] for all others, with weight, "
+        "max_running, max_blocks, max_queued, max_queued_tokens, requests_per_minute, tokens_per_minute.",
+    )
     router_stall_seconds: float = Field(
         default=10.0, gt=0, le=3600, description="A router that takes nothing for this long loses its stream."
     )
@@ -85,6 +122,12 @@ class SchedulerSettings(ServiceSettings):
             raise ValueError(str(error)) from error
         return value
 
+    @field_validator("tenants")
+    @classmethod
+    def _tenants_file(cls, value: str) -> str:
+        read_tenants(value)
+        return value
+
     @property
     def executor_addresses(self) -> list[Address]:
         """Where executors are looked for."""
@@ -98,12 +141,46 @@ class SchedulerSettings(ServiceSettings):
     @property
     def limits(self) -> Limits:
         """The part that is the core's."""
+        tenants = read_tenants(self.tenants)
         return Limits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_blocks=self.num_blocks,
             window=self.window,
             max_step_us=None if self.max_step_ms is None else self.max_step_ms * 1000,
+            policy=self.policy,
+            admission=self.admission,
+            aging_seconds=self.aging_seconds,
+            prefix_caching=self.prefix_caching,
             watermark=self.watermark,
+            max_queued=self.max_queued,
+            max_queued_tokens=self.max_queued_tokens,
+            default_tenant=tenants.pop(DEFAULT_TENANT, TenantLimits()),
+            tenants=tenants,
             orphan_grace_seconds=self.orphan_grace_seconds,
         )
+
+
+def read_tenants(path: str) -> dict[str, TenantLimits]:
+    """The tenants of a TOML file, by name; none for an empty path. Raises ValueError with a sentence."""
+    if not path:
+        return {}
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"it cannot be read as TOML: {error}") from error
+    known = [field.name for field in fields(TenantLimits)]
+    limits = {}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{name} is no table: write [{name}] and its limits below")  # noqa: TRY004  (one kind of error)
+        for key, value in table.items():
+            if key not in known:
+                raise ValueError(f"[{name}] has {key}, which is none of: {', '.join(known)}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"[{name}] {key} is {value!r}: it must be a number")  # noqa: TRY004
+        try:
+            limits[name] = TenantLimits(**table)
+        except ValueError as error:
+            raise ValueError(f"[{name}] {error}") from error
+    return limits

@@ -6,18 +6,24 @@
     update(executor, result, now)     what that iteration brought
 
 There are no phases: each sequence has known and computed tokens, and a step gives out tokens until computed
-catches up with known. Preempt-and-recompute is the one way back, whether blocks ran out or the executor died.
+catches up with known. Preempt-and-recompute is the one way back, whether blocks ran out, somebody more
+important came, or the executor died.
 
 Must not know: gRPC, protobuf, asyncio, the clock (time is an argument), text, tensors, routers. It owns every
-sequence, the waiting queue, and for each executor the running set, the blocks and the session.
+sequence, the waiting queue, and for each executor the running set, the blocks and the session. Who is refused
+at the door is `door`'s business, who enters the batch `entrance`'s, who must go `policy`'s.
 """
 
+import math
 from dataclasses import dataclass, field
 
-from scheduler import policy
+from scheduler import door, entrance, padding, policy
 from scheduler.batching import Batching
-from scheduler.executor_session import SessionBrokenError
+from scheduler.drain_rate import DrainRate
+from scheduler.executor_session import SessionBrokenError, rows_that_ran
 from scheduler.executor_state import ExecutorState
+from scheduler.explain import Entry, Reason, ReasonClocks, TimeLine, TimeLines
+from scheduler.forecast import LengthModel
 from scheduler.plan import BatchPlan, Capacity, Leaver, NewSequence, StepResult
 from scheduler.policy import Limits
 from scheduler.rows import Rows
@@ -31,21 +37,10 @@ from scheduler.sequence import (
     StatusCode,
     end_of_output,
 )
+from scheduler.tenants import Tenants
 from scheduler.timers import Timers
 from scheduler.token_ids import NO_IDS, TokenIds
-from scheduler.waiting import WaitingQueue
-
-
-class RefusedError(Exception):
-    """A request that is not taken in: a sentence for the client, and the status it gets."""
-
-    def __init__(
-        self, status_code: StatusCode, message: str, retry_after_seconds: float | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status_code = status_code
-        self.message = message
-        self.retry_after_seconds = retry_after_seconds
+from scheduler.waiting import Policy, WaitingQueue
 
 
 @dataclass(slots=True)
@@ -61,9 +56,12 @@ class Counters:
     """What happened since start."""
 
     steps: int = 0
-    preemptions: int = 0
+    preemptions: int = 0  # for lack of blocks
+    displacements: int = 0  # for somebody more important
     scheduled_tokens: int = 0
     wasted_tokens: int = 0  # sampled, never delivered
+    refused: int = 0
+    audits_failed: int = 0
 
 
 class SchedulerCore:
@@ -74,17 +72,29 @@ class SchedulerCore:
         limits: Limits | None = None,
         batching: Batching = Batching.ITERATION,
         padding_sampling: bytes = b"",
+        cache_secret: bytes = b"",
     ) -> None:
-        """`padding_sampling`: encoded sampling parameters under which a padding row never ends."""
+        """A scheduler without executors.
+
+        `padding_sampling`: encoded sampling parameters under which a padding row never ends.
+        `cache_secret`: up to 64 random bytes that key the names of cached blocks.
+        """
         self.limits = limits or Limits()
         self.batching = batching
         self.counters = Counters()
-        self.waiting = WaitingQueue()
         self.executors: dict[str, ExecutorState] = {}
         self.sequences: dict[bytes, Sequence] = {}
-        self._padding_sampling = padding_sampling
+        self.tenants = Tenants(self.limits.tenants, self.limits.default_tenant)
+        self.waiting = WaitingQueue(self.limits.policy, self.limits.aging_seconds)
+        self.lengths = LengthModel()
+        self.drain_rate = DrainRate()
+        self.clocks = ReasonClocks()
+        self._time_lines = TimeLines()
         self._timers = Timers()
+        self._padding_sampling = padding_sampling
+        self._cache_secret = cache_secret
         self._num_submitted = 0
+        self._now = 0.0  # of the call in progress
 
     # --- from clients ------------------------------------------------------------------------------------
 
@@ -95,39 +105,47 @@ class SchedulerCore:
         prefix of its own; else it is computed anew from those ids. Ids that already end the request end it.
         Raises RefusedError.
         """
+        self._now = now
         live = self.sequences.get(request.key)
         if live is not None:
-            if live.request.body_digest != request.body_digest:
-                raise RefusedError(
-                    StatusCode.ALREADY_EXISTS,
-                    f"request_id {request.request_id!r} is in use by a different request; choose another",
-                )
+            door.check_same_body(live.request, request)
             if _continues(live, output_token_ids):
                 live.orphaned_until = None
                 return live
             if live.state is not State.FINISHED:
-                self._end(live, Finish(FinishReason.ABORT), Event.ABORT, now)
+                self._end(live, Finish(FinishReason.ABORT), Event.ABORT)
             self.forget(live)
-        self._check_fits(request)
+        tenant = self.tenants.get(request.tenant)
+        try:
+            door.check(self, request, tenant, now)
+        except door.RefusedError:
+            self.counters.refused += 1
+            raise
+        return self._take_in(Sequence.of(request, tenant, output_token_ids, self._num_submitted + 1), now)
+
+    def _take_in(self, seq: Sequence, now: float) -> Sequence:
+        request = seq.request
         self._num_submitted += 1
-        seq = Sequence.of(request, output_token_ids, self._num_submitted)
         self.sequences[request.key] = seq
-        self.waiting.push(seq)
-        finish = end_of_output(request, output_token_ids, self._eos_token_ids)
+        seq.time_line = TimeLine(request.arrival, now, self.clocks)
+        self.tenants.arrived(seq.tenant)
+        self._wait(seq)
+        finish = end_of_output(request, seq.output_token_ids(), self._eos_token_ids)
         if finish is not None:
-            self._end(seq, finish, Event.FINISH, now)
+            self._end(seq, finish, Event.FINISH)
         elif request.deadline is not None and request.deadline <= now:
-            self._end(seq, _deadline_finish(), Event.EXPIRE, now)
+            self._end(seq, _deadline_finish(), Event.EXPIRE)
         self._timers.watch(seq, len(self.sequences))
         return seq
 
     def cancel(self, key: bytes, reason: FinishReason, now: float) -> Sequence | None:
         """Gives a sequence up and frees what it holds; returns it, or None when nothing lives under `key`."""
+        self._now = now
         seq = self.sequences.get(key)
         if seq is None or seq.state is State.FINISHED:
             return None
         event = Event.EXPIRE if reason is FinishReason.DEADLINE else Event.ABORT
-        self._end(seq, Finish(reason), event, now)
+        self._end(seq, Finish(reason), event)
         self.forget(seq)  # its key is free at once: who gave it up will not come back for it
         return seq
 
@@ -151,17 +169,26 @@ class SchedulerCore:
 
     def expire(self, now: float) -> list[Sequence]:
         """Ends what is past its deadline or orphaned too long, forgets old results; returns who ended."""
+        self._now = now
         ended = []
         for seq in self._timers.due(now):
             if seq.state is State.FINISHED:
                 self.forget(seq)
                 continue
             if seq.request.deadline is not None and seq.request.deadline <= now:
-                self._end(seq, _deadline_finish(), Event.EXPIRE, now)
+                self._end(seq, _deadline_finish(), Event.EXPIRE)
             else:
-                self._end(seq, Finish(FinishReason.ABORT), Event.ABORT, now)
+                self._end(seq, Finish(FinishReason.ABORT), Event.ABORT)
             ended.append(seq)
         return ended
+
+    def explain(self, request_id: str, now: float) -> dict[int, list[Entry]]:
+        """Where the time of a request went, by choice; empty when nothing is known of it."""
+        lines = self._time_lines.of(request_id)
+        for seq in self.sequences.values():
+            if seq.request.request_id == request_id and seq.time_line and seq.state is not State.FINISHED:
+                lines[seq.request.sample_index] = seq.time_line.so_far(now, self.clocks)
+        return lines
 
     # --- executors come and go ---------------------------------------------------------------------------
 
@@ -169,21 +196,30 @@ class SchedulerCore:
         """An executor with a fresh epoch. Returns waiting sequences that ended: they are not for it."""
         if executor_id in self.executors:
             raise ValueError(f"executor {executor_id!r} is attached already: detach it first")
-        self.executors[executor_id] = ExecutorState(executor_id, epoch, capacity, self.limits)
-        return self._end_misfits(now)
+        self._now = now
+        self.executors[executor_id] = ExecutorState(
+            executor_id, epoch, capacity, self.limits, self.batching, self._cache_secret
+        )
+        self.clocks.set(Reason.QUEUED_FOR_STEP, now)
+        return self._end_misfits()
 
     def detach(self, executor_id: str, now: float) -> list[Sequence]:
         """The executor is lost: what ran there waits again, before those that never ran, with its ids.
 
         Returns waiting sequences that ended: none of the executors left can ever hold them.
         """
-        state = self.executors.pop(executor_id)
+        self._now = now
+        state = self.executors[executor_id]
         for seq in list(state.running.values()):
+            self._leave(state, seq, reason=None, tell_executor=False, keep_blocks=True)
             if not seq.is_padding:
-                self._back_to_waiting(seq)
-        return self._end_misfits(now)
+                self._back_to_waiting(seq, "its executor was lost")
+        del self.executors[executor_id]
+        if not self.executors:
+            self.clocks.set(Reason.QUEUED_FOR_EXECUTOR, now)
+        return self._end_misfits()
 
-    def _end_misfits(self, now: float) -> list[Sequence]:
+    def _end_misfits(self) -> list[Sequence]:
         """Ends what waits and is not for any attached executor, so that it holds nobody back for ever.
 
         Two kinds: too long for each of them, or resubmitted with ids that end the request already, when
@@ -196,13 +232,13 @@ class SchedulerCore:
         for seq in list(self.waiting):
             over = end_of_output(seq.request, seq.output_token_ids(), self._eos_token_ids)
             if over is not None:
-                self._end(seq, over, Event.FINISH, now)
+                self._end(seq, over, Event.FINISH)
             elif seq.max_len > limit:
                 message = (
                     f"prompt and max_tokens together are {seq.max_len} tokens, "
                     f"the executor that took over holds at most {limit}"
                 )
-                self._end(seq, _error(StatusCode.UNAVAILABLE, message), Event.FAIL, now)
+                self._end(seq, _error(StatusCode.UNAVAILABLE, message), Event.FAIL)
             else:
                 continue
             ended.append(seq)
@@ -213,32 +249,227 @@ class SchedulerCore:
         """Longest prompt plus output that every attached executor can hold, tokens; 0 without any."""
         return min((state.max_total_tokens for state in self.executors.values()), default=0)
 
-    # --- one iteration -----------------------------------------------------------------------------------
+    # --- one iteration: the plan -------------------------------------------------------------------------
 
-    def schedule(self, executor_id: str, now: float) -> BatchPlan | None:  # noqa: ARG002  (time-based policy)
+    def schedule(self, executor_id: str, now: float) -> BatchPlan | None:
         """The next plan for this executor, or None: the window is full, or there is nothing to say.
 
-        Raises SessionBrokenError when the executor has failed to end a sequence.
+        Raises SessionBrokenError when the executor has failed to end a sequence, BlockError when blocks and
+        holders were found to disagree.
         """
+        self._now = now
         state = self.executors[executor_id]
+        if state.fault is not None:
+            raise state.fault
         if not state.session.can_send:
             return None
         # Each running sequence takes at most one block a step: with more free ones nobody can be short.
         if state.blocks.num_free < len(state.running) and not self._make_room(state):
             return None
-        may_enter = self.batching.may_enter(num_running=len(state.running))
+        if not self._make_way(state):
+            return None
+        may_enter = self.batching.may_enter(num_running=len(state.running)) and not state.is_draining
         rows = Rows(state.max_num_batched_tokens)
-        self._admit_padding(state, rows)
+        for pad in state.entering:
+            self._enter(state, pad, pad.block_table, rows)
+        state.entering = []
         unfinished = self._decode_rows(state, rows)
         if self.limits.max_step_us is not None and rows.rows:
             self._cut_to_step_time(state, rows)
+        self._give_out(state, unfinished, rows, may_enter=may_enter)
+        return self._plan(state, rows)
+
+    def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
+        """One row for each running sequence with one token to compute; returns those with more."""
+        unfinished: list[Sequence] = []
+        blocks = state.blocks
+        members, seq_ids = rows.rows, rows.seq_ids
+        budget, positions_sum = rows.budget, rows.positions_sum
+        for seq_id, seq in state.running.items():
+            position = seq.num_computed_tokens
+            known = seq.num_known_tokens
+            if known - position != 1:
+                if known > position:
+                    unfinished.append(seq)
+                elif len(seq.token_ids) >= seq.max_len and not seq.is_padding:
+                    raise SessionBrokenError(f"sequence {seq_id} has all its tokens and was not ended")
+                continue  # else its last token is in flight: a finish by length is foreseen
+            if budget == 0:
+                continue
+            if position == seq.num_slots:
+                if not blocks.num_free:
+                    continue  # put off: nobody may be preempted yet
+                self._grow(state, seq, rows)
+            members.append(seq)
+            seq_ids.append(seq_id)
+            positions_sum += position
+            budget -= 1
+            seq.num_computed_tokens = known
+            if seq.is_prefilling:  # a last chunk of one token
+                rows.filled.append((seq, seq_id, known))
+            if known < seq.max_len - 1:
+                seq.num_known_tokens = known + 1
+        rows.num_tokens = [1] * len(members)
+        rows.num_samples = [1] * len(members)
+        rows.budget, rows.positions_sum = budget, positions_sum
+        return unfinished
+
+    def _grow(self, state: ExecutorState, seq: Sequence, rows: Rows) -> None:
+        block_ids = state.blocks.allocate(1)
+        seq.block_table += block_ids
+        seq.num_slots += state.blocks.block_size
+        seq.tenant.meter(1, self._now)
+        rows.grown_seq_ids.append(seq.seq_id)
+        rows.num_new_blocks.append(1)
+        rows.new_block_ids += block_ids
+        # The block before is full when this plan has answered: the row that filled it came before.
+        rows.filled.append((seq, seq.seq_id, seq.num_computed_tokens))
+
+    def _cut_to_step_time(self, state: ExecutorState, rows: Rows) -> None:
+        """While anything decodes, chunks may only fill the wanted step duration.
+
+        They never fall below one block of tokens: newcomers get on even where decoding alone takes longer.
+        """
+        assert self.limits.max_step_us is not None
+        within = state.step_time.tokens_within(self.limits.max_step_us)
+        if within is not None:
+            room = max(within - len(rows.rows), state.blocks.block_size)
+            rows.budget = min(rows.budget, room)
+
+    def _give_out(
+        self, state: ExecutorState, unfinished: list[Sequence], rows: Rows, *, may_enter: bool
+    ) -> None:
+        """Gives out the token budget: importance first, then the policy's order, then order of admission.
+
+        Who waits and is more important comes before the chunk of a long prompt; who is not, after it.
+        """
+        if len(unfinished) > 1:
+            self._order(unfinished)
         for seq in unfinished:
+            if may_enter:
+                self._admit(state, rows, before=seq.request.priority)
             if rows.budget <= 0:
                 break
             rows.chunk(seq, rows.budget)
-        if may_enter and not state.is_draining:
+        if may_enter:
             self._admit(state, rows)
-        return self._plan(state, rows)
+
+    def _order(self, unfinished: list[Sequence]) -> None:
+        match self.limits.policy:
+            case Policy.FCFS:
+                unfinished.sort(key=lambda seq: seq.request.priority)
+            case Policy.FAIR:
+                unfinished.sort(key=lambda seq: (seq.request.priority, seq.tenant.service))
+            case Policy.DEADLINE:
+                unfinished.sort(key=lambda seq: (seq.request.priority, seq.latest_start))
+
+    def _admit(self, state: ExecutorState, rows: Rows, before: float = math.inf) -> None:
+        """Lets the waiting enter, in their order, while seats, blocks and tokens last.
+
+        Only those of a better importance class than `before`.
+
+        The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
+        for ever. Two are passed over, since they wait for something of their own: a tenant at its own limit,
+        and who waits for a prefix that is just being computed. A request-level batch is filled at once,
+        whatever the token budget: it will not open again.
+        """
+        fills_at_once = self.batching is not Batching.ITERATION
+        while True:
+            seq = self.waiting.peek(self._now)
+            if seq is not None and seq.request.priority >= before:
+                return
+            reason = entrance.obstacle(state, seq, has_budget=rows.budget > 0 or fills_at_once)
+            if reason is not None or seq is None:
+                self.clocks.set(reason or Reason.QUEUED_FOR_STEP, self._now)
+                return
+            found = entrance.find(self, state, seq, follows=not fills_at_once)
+            if found is None:
+                return  # hashing goes on in the next step
+            match found:
+                case entrance.PassedOver(own_reason, detail):
+                    if seq.time_line is not None:
+                        seq.time_line.wait(self._now, self.clocks, step_id=0, detail=detail, own=own_reason)
+                case entrance.Blocked():
+                    self.clocks.set(Reason.QUEUED_FOR_BLOCKS, self._now)
+                    return
+                case entrance.Fits(matched):
+                    self._place(state, seq, matched, rows)
+
+    def _place(self, state: ExecutorState, seq: Sequence, matched: list[int], rows: Rows) -> None:
+        """Admits `seq`: blocks for its whole context, the beginning of which was found in the cache."""
+        blocks = state.blocks
+        self.waiting.remove(seq)
+        num_cached_tokens = len(matched) * blocks.block_size
+        if not seq.has_started:
+            seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)
+            state.cache.num_query_tokens += seq.num_prompt_tokens
+            state.cache.num_hit_tokens += seq.num_cached_tokens
+            seq.tenant.num_input_tokens += seq.num_prompt_tokens - seq.num_cached_tokens
+        blocks.share(matched)
+        block_table = matched + blocks.allocate(blocks.blocks_for(len(seq.token_ids)) - len(matched))
+        seq.move(Event.ADMIT)
+        seq.has_started = True
+        seq.num_tokens_at_admission = len(seq.token_ids)
+        seq.num_computed_tokens = num_cached_tokens
+        self._enter(state, seq, block_table, rows)
+        state.cache.begin(seq, len(matched))
+        self.drain_rate.observe(self._now)
+        num_new = len(seq.token_ids) - num_cached_tokens
+        self._note(seq, Reason.PREFILL, state, f"{num_new} tokens, {num_cached_tokens} cached")
+        if rows.budget > 0:
+            rows.chunk(seq, rows.budget)
+
+    def _enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], rows: Rows) -> None:
+        """Gives `seq` a seat under a new seq_id. Plans are kept for resending, so they get copies."""
+        seq.seq_id = state.next_seq_id
+        state.next_seq_id += 1
+        seq.executor_id = state.executor_id
+        seq.block_table = block_table
+        seq.num_slots = len(block_table) * state.blocks.block_size
+        state.take_seat(seq)
+        seq.tenant.num_running += 1
+        seq.tenant.meter(len(block_table), self._now)
+        sampling = self._padding_sampling if seq.is_padding else seq.request.sampling
+        rows.admitted.append(
+            NewSequence(
+                seq.seq_id,
+                seq.token_ids[:],
+                seq.num_prompt_tokens,
+                seq.num_computed_tokens,
+                block_table[:],
+                sampling,
+            )
+        )
+
+    def _plan(self, state: ExecutorState, rows: Rows) -> BatchPlan | None:
+        session = state.session
+        if not (rows.rows or rows.admitted or state.released_seq_ids or state.has_ghosts):
+            return None
+        plan = BatchPlan(
+            epoch=session.epoch,
+            step_id=session.last_step_id + 1,
+            acked_step_id=session.acked_step_id,
+            released_seq_ids=state.released_seq_ids,
+            admitted=rows.admitted,
+            seq_ids=rows.seq_ids,
+            num_tokens=rows.num_tokens,
+            grown_seq_ids=rows.grown_seq_ids,
+            num_new_blocks=rows.num_new_blocks,
+            new_block_ids=rows.new_block_ids,
+            positions_sum=rows.positions_sum,
+            num_samples=rows.num_samples,
+            rows=rows.rows,
+            filled=rows.filled,
+            left=state.left,
+        )
+        state.released_seq_ids = []
+        state.left = []
+        state.has_ghosts = False
+        session.sent(plan)
+        self.counters.scheduled_tokens += sum(rows.num_tokens)
+        return plan
+
+    # --- one iteration: the result -----------------------------------------------------------------------
 
     def update(self, executor_id: str, result: StepResult, now: float) -> Outcome:
         """Applies a result: appends ids, ends what the executor says has ended, frees its blocks.
@@ -246,6 +477,7 @@ class SchedulerCore:
         A row of a sequence that was aborted, preempted or moved since is dropped: it delivers nothing. Raises
         SessionBrokenError when the result does not fit its plan.
         """
+        self._now = now
         state = self.executors[executor_id]
         plan = state.session.received(result)
         outcome = Outcome()
@@ -258,23 +490,24 @@ class SchedulerCore:
         state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us
         rows = plan.rows
         if result.seq_ids != plan.seq_ids or result.num_sampled != plan.num_samples:
-            rows = _rows_that_ran(plan, result)
+            rows = rows_that_ran(plan, result)
         if len(result.token_ids) != sum(result.num_sampled):
             raise SessionBrokenError(f"step {result.step_id}: token ids and num_sampled differ")
         for unfit in self._append_tokens(rows, result, outcome.progressed):
             message = "the executor gave a token without the log-probabilities that were asked for"
-            self._end(unfit, _error(StatusCode.INTERNAL, message), Event.ABORT, now)
+            self._end(unfit, _error(StatusCode.INTERNAL, message), Event.ABORT)
             outcome.ended.append(unfit)
+        self._register_blocks(state, plan, result)
         for finished in result.finished:
             seq = state.running.get(finished.seq_id)
             if seq is not None:
-                self._end(seq, Finish(finished.reason, finished.matched_token_id), Event.FINISH, now)
+                self._end(seq, Finish(finished.reason, finished.matched_token_id), Event.FINISH)
                 outcome.ended.append(seq)
             state.has_ghosts = True
         for error in result.errors:
             seq = state.running.get(error.seq_id)
             if seq is not None:
-                self._end(seq, _error(error.status_code, error.message), Event.FAIL, now)
+                self._end(seq, _error(error.status_code, error.message), Event.FAIL)
                 outcome.ended.append(seq)
             state.has_ghosts = True
         return outcome
@@ -296,153 +529,32 @@ class SchedulerCore:
                 if len(entries) == count:
                     seq.logprobs.extend(entries)
                     seq.token_ids.extend(token_ids[at : at + count])
+                    seq.tenant.num_output_tokens += count
                     progressed.append(seq)
                 else:
                     unfit.append(seq)
             elif count == 1:
                 seq.token_ids.append(token_ids[at])
+                seq.tenant.num_output_tokens += 1
                 progressed.append(seq)
             else:
                 seq.token_ids.extend(token_ids[at : at + count])
+                seq.tenant.num_output_tokens += count
                 progressed.append(seq)
             at += count
         return unfit
 
-    # --- the parts of a plan -----------------------------------------------------------------------------
-
-    def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
-        """One row for each running sequence with one token to compute; returns those with more."""
-        unfinished: list[Sequence] = []
-        blocks = state.blocks
-        members, seq_ids = rows.rows, rows.seq_ids
-        budget, positions_sum = rows.budget, rows.positions_sum
-        for seq_id, seq in state.running.items():
-            position = seq.num_computed_tokens
-            known = seq.num_known_tokens
-            if known - position != 1:
-                if known > position:
-                    unfinished.append(seq)
-                elif len(seq.token_ids) >= seq.max_len and not seq.is_padding:
-                    raise SessionBrokenError(f"sequence {seq_id} has all its tokens and was not ended")
-                continue  # else its last token is in flight: a finish by length is foreseen
-            if budget == 0:
+    def _register_blocks(self, state: ExecutorState, plan: BatchPlan, result: StepResult) -> None:
+        """What this step has filled can be used by others, unless its row failed or its sequence has gone."""
+        failed = {error.seq_id for error in result.errors}
+        for seq, seq_id, num_computed_tokens in plan.filled:
+            if seq.seq_id != seq_id or seq_id in failed or seq.is_padding:
                 continue
-            if position == seq.num_slots:
-                if not blocks.free_block_ids:
-                    continue  # put off: nobody may be preempted yet
-                self._grow(state, seq, rows)
-            members.append(seq)
-            seq_ids.append(seq_id)
-            positions_sum += position
-            budget -= 1
-            seq.num_computed_tokens = known
-            if known < seq.max_len - 1:
-                seq.num_known_tokens = known + 1
-        rows.num_tokens = [1] * len(members)
-        rows.num_samples = [1] * len(members)
-        rows.budget, rows.positions_sum = budget, positions_sum
-        return unfinished
+            self._look_again(state.cache.register(seq, num_computed_tokens))
+            if seq.is_prefilling and seq.has_progressed:
+                self._note(seq, Reason.DECODE, state, "")
 
-    def _grow(self, state: ExecutorState, seq: Sequence, rows: Rows) -> None:
-        block_ids = state.blocks.allocate(1)
-        seq.block_table += block_ids
-        seq.num_slots += state.blocks.block_size
-        rows.grown_seq_ids.append(seq.seq_id)
-        rows.num_new_blocks.append(1)
-        rows.new_block_ids += block_ids
-
-    def _cut_to_step_time(self, state: ExecutorState, rows: Rows) -> None:
-        """While anything decodes, chunks may only fill the wanted step duration.
-
-        They never fall below one block of tokens: newcomers get on even where decoding alone takes longer.
-        """
-        assert self.limits.max_step_us is not None
-        within = state.step_time.tokens_within(self.limits.max_step_us)
-        if within is not None:
-            room = max(within - len(rows.rows), state.blocks.block_size)
-            rows.budget = min(rows.budget, room)
-
-    def _admit(self, state: ExecutorState, rows: Rows) -> None:
-        """Lets the waiting enter, in their order, while seats, blocks and tokens last.
-
-        The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
-        for ever. A request-level batch is filled at once, whatever the token budget: it will not open again.
-        """
-        fills_at_once = self.batching is not Batching.ITERATION
-        while (rows.budget > 0 or fills_at_once) and len(state.running) < state.max_num_seqs:
-            seq = self.waiting.peek()
-            if seq is None or not self._fits_now(state, seq):
-                return
-            self.waiting.remove(seq)
-            seq.move(Event.ADMIT)
-            seq.has_started = True
-            seq.num_tokens_at_admission = len(seq.token_ids)
-            block_ids = state.blocks.allocate(state.blocks.blocks_for(len(seq.token_ids)))
-            self._enter(state, seq, block_ids, rows)
-            if rows.budget > 0:
-                rows.chunk(seq, rows.budget)
-
-    def _fits_now(self, state: ExecutorState, seq: Sequence) -> bool:
-        block_size = state.blocks.block_size
-        need = state.blocks.blocks_for(len(seq.token_ids))
-        if state.blocks.num_free < need:
-            return False
-        if not state.running:
-            return True  # alone it fits: `submit` and `attach` saw to that
-        running = state.running.values()
-        return state.blocks.num_free >= policy.blocks_to_enter(
-            seq, running, block_size, state.watermark_blocks
-        )
-
-    def _enter(self, state: ExecutorState, seq: Sequence, block_ids: list[int], rows: Rows) -> None:
-        """Gives `seq` a seat under a new seq_id. Plans are kept for resending, so they get copies."""
-        seq.seq_id = state.next_seq_id
-        state.next_seq_id += 1
-        seq.executor_id = state.executor_id
-        seq.block_table = block_ids
-        seq.num_slots = len(block_ids) * state.blocks.block_size
-        state.running[seq.seq_id] = seq
-        sampling = self._padding_sampling if seq.is_padding else seq.request.sampling
-        rows.admitted.append(
-            NewSequence(
-                seq.seq_id,
-                seq.token_ids[:],
-                seq.num_prompt_tokens,
-                seq.num_computed_tokens,
-                block_ids[:],
-                sampling,
-            )
-        )
-
-    def _plan(self, state: ExecutorState, rows: Rows) -> BatchPlan | None:
-        session = state.session
-        has_news = rows.rows or rows.admitted or state.released_seq_ids or state.has_ghosts
-        if not has_news:
-            return None
-        plan = BatchPlan(
-            epoch=session.epoch,
-            step_id=session.last_step_id + 1,
-            acked_step_id=session.acked_step_id,
-            released_seq_ids=state.released_seq_ids,
-            admitted=rows.admitted,
-            seq_ids=rows.seq_ids,
-            num_tokens=rows.num_tokens,
-            grown_seq_ids=rows.grown_seq_ids,
-            num_new_blocks=rows.num_new_blocks,
-            new_block_ids=rows.new_block_ids,
-            positions_sum=rows.positions_sum,
-            num_samples=rows.num_samples,
-            rows=rows.rows,
-            left=state.left,
-        )
-        state.released_seq_ids = []
-        state.left = []
-        state.has_ghosts = False
-        session.sent(plan)
-        self.counters.scheduled_tokens += sum(rows.num_tokens)
-        return plan
-
-    # --- running out of blocks ---------------------------------------------------------------------------
+    # --- making room -------------------------------------------------------------------------------------
 
     def _make_room(self, state: ExecutorState) -> bool:
         """Preempts until every decoding sequence can grow; False when results must come in first.
@@ -452,58 +564,97 @@ class SchedulerCore:
         put off while the newcomers win their first token.
         """
         while True:
-            short = sum(_needs_block(seq) for seq in state.running.values()) - state.blocks.num_free
+            short = sum(seq.needs_block for seq in state.running.values()) - state.blocks.num_free
             if short <= 0:
                 return True
             if state.session.num_unanswered:
                 return False
-            seq = policy.victim(state.running.values())
+            seq = policy.victim(state.running.values(), state.recompute_tokens)
             if seq is None:
                 return True
-            self._preempt(state, seq)
+            if not seq.is_padding:
+                self.counters.preemptions += 1
+                seq.num_preemptions += 1
+            self._preempt(state, seq, "blocks ran out")
 
-    def _preempt(self, state: ExecutorState, seq: Sequence) -> None:
+    def _make_way(self, state: ExecutorState) -> bool:
+        """Displaces the less important for the next one who waits; False when results must come in first."""
+        if self.batching is not Batching.ITERATION or state.is_draining:
+            return True
+        least = state.least_important
+        head = self.waiting.peek(self._now) if least is not None else None
+        if head is None or least is None or head.request.priority >= least:
+            return True
+        chosen = entrance.who_makes_way(self, state, head)
+        if chosen and state.session.num_unanswered:
+            return False
+        for seq in chosen:
+            self.counters.displacements += 1
+            seq.num_displacements += 1
+            self._preempt(state, seq, f"made way for {head.request.request_id}")
+        return True
+
+    def _preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:
+        if not seq.is_padding:  # nothing is in flight: all it has computed is known, and may be found again
+            self._look_again(state.cache.register(seq, seq.num_computed_tokens))
         self._leave(state, seq, reason=None, tell_executor=True)
         if not seq.is_padding:
-            self.counters.preemptions += 1
-            seq.num_preemptions += 1
-            self._back_to_waiting(seq)
+            self._back_to_waiting(seq, why)
+            if padding.is_all_padding(state):
+                self._drop_padding(state)
 
-    def _back_to_waiting(self, seq: Sequence) -> None:
+    def _back_to_waiting(self, seq: Sequence, why: str) -> None:
         seq.move(Event.PREEMPT)
-        seq.seq_id = 0
-        seq.executor_id = ""
-        seq.block_table = []
-        seq.num_slots = 0
+        seq.give_up_seat()
         seq.forget_computed()
+        seq.waiting_since = self._now
+        if seq.time_line is not None:
+            seq.time_line.wait(self._now, self.clocks, step_id=0, detail=why)
+        self._wait(seq)
+
+    def _wait(self, seq: Sequence) -> None:
+        seq.latest_start = entrance.latest_start(self, seq)
         self.waiting.push(seq)
+
+    def _look_again(self, followers: list[Sequence]) -> None:
+        for seq in followers:
+            if self.waiting.unpark(seq) and seq.time_line is not None:
+                seq.time_line.wait(self._now, self.clocks, step_id=0, detail="its beginning is there")
 
     # --- ends --------------------------------------------------------------------------------------------
 
-    def _end(self, seq: Sequence, finish: Finish, event: Event, now: float) -> None:
+    def _end(self, seq: Sequence, finish: Finish, event: Event) -> None:
         """The one place where a sequence ends; whatever it holds goes back here."""
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
         else:
-            state = self.executors[seq.executor_id]
-            executor_knows = event in {Event.FINISH, Event.FAIL}
-            if not executor_knows:
-                seq.num_wasted_tokens = max(0, seq.num_known_tokens - len(seq.token_ids))
-            block_table = seq.block_table
-            keeps_seat = self._keeps_seat(state, seq, finish)
-            self._leave(state, seq, finish.reason, tell_executor=not executor_knows, keep_blocks=keeps_seat)
-            if keeps_seat:
-                self._pad(state, seq, block_table)
-            elif self.batching is Batching.REQUEST_PADDED:
-                self._drop_padding_when_alone(state)
+            self._end_running(self.executors[seq.executor_id], seq, finish, event)
         seq.move(event)
         seq.finish = finish
-        seq.seq_id = 0
-        seq.executor_id = ""
-        seq.block_table = []
+        seq.give_up_seat()
         seq.orphaned_until = None
-        seq.forget_at = now + self.limits.result_keep_seconds
+        seq.forget_at = self._now + self.limits.result_keep_seconds
+        self.tenants.left(seq.tenant)
         self._timers.watch(seq, len(self.sequences))
+        if seq.time_line is not None:
+            seq.time_line.close(self._now, self.clocks)
+            self._time_lines.keep(seq.request.request_id, seq.request.sample_index, seq.time_line.entries)
+
+    def _end_running(self, state: ExecutorState, seq: Sequence, finish: Finish, event: Event) -> None:
+        executor_knows = event in {Event.FINISH, Event.FAIL}
+        if not executor_knows:
+            seq.num_wasted_tokens = max(0, seq.num_known_tokens - len(seq.token_ids))
+        if event is Event.FINISH:  # all but its last token was fed, and has answered
+            self._look_again(state.cache.register(seq, len(seq.token_ids) - 1))
+            if not seq.is_padding:
+                self.lengths.observe(seq.num_output_tokens)
+        block_table = seq.block_table
+        keeps_seat = padding.keeps_seat(state, seq, finish)
+        self._leave(state, seq, finish.reason, tell_executor=not executor_knows, keep_blocks=keeps_seat)
+        if keeps_seat:
+            state.entering.append(padding.padding_of(state, seq, block_table))
+        elif padding.is_all_padding(state):
+            self._drop_padding(state)
 
     def _leave(
         self,
@@ -514,65 +665,33 @@ class SchedulerCore:
         tell_executor: bool,
         keep_blocks: bool = False,
     ) -> None:
+        """The one place where a seat is given back, and with it the blocks."""
+        self._look_again(state.cache.end(seq))
         if not keep_blocks:
-            state.blocks.free(seq.block_table)
-        del state.running[seq.seq_id]
+            state.release(seq)
+        state.give_seat_back(seq)
+        seq.tenant.num_running -= 1
+        seq.tenant.meter(-len(seq.block_table), self._now)
+        self.waiting.recall(seq.tenant)
         if tell_executor:
             state.released_seq_ids.append(seq.seq_id)
         state.left.append(Leaver(seq, seq.seq_id, reason))
 
-    # --- padded request-level batches: the baseline that computes finished rows on --------------------------
-
-    def _keeps_seat(self, state: ExecutorState, seq: Sequence, finish: Finish) -> bool:
-        return (
-            self.batching is Batching.REQUEST_PADDED
-            and not seq.is_padding
-            and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
-            and len(seq.token_ids) < state.max_total_tokens
-            and any(other is not seq and not other.is_padding for other in state.running.values())
-        )
-
-    def _pad(self, state: ExecutorState, seq: Sequence, block_table: list[int]) -> None:
-        """A padding row takes the seat, the blocks and the context of a finished member."""
-        pad = Sequence(seq.request, seq.token_ids[:], len(seq.token_ids), state.max_total_tokens, seq.order)
-        pad.is_padding = True
-        pad.forget_computed()
-        pad.num_computed_tokens = len(pad.token_ids) - 1  # its KV is there; the last token was never fed
-        pad.num_known_tokens = len(pad.token_ids)
-        pad.block_table = block_table
-        pad.move(Event.ADMIT)
-        state.entering.append(pad)
-
-    def _admit_padding(self, state: ExecutorState, rows: Rows) -> None:
-        for pad in state.entering:
-            self._enter(state, pad, pad.block_table, rows)
-        state.entering = []
-
-    def _drop_padding_when_alone(self, state: ExecutorState) -> None:
-        if any(not seq.is_padding for seq in state.running.values()):
-            return
+    def _drop_padding(self, state: ExecutorState) -> None:
+        """The last one for whom the batch was computed has gone."""
         for pad in list(state.running.values()):
             self._leave(state, pad, reason=None, tell_executor=True)
         for pad in state.entering:
-            state.blocks.free(pad.block_table)
+            state.blocks.release(pad.block_table)
         state.entering = []
 
     # --- small things ------------------------------------------------------------------------------------
 
-    def _check_fits(self, request: Request) -> None:
-        lengths = f"prompt has {len(request.prompt_token_ids)} tokens and max_tokens is {request.max_tokens}"
-        if not request.prompt_token_ids or request.max_tokens < 1:
-            raise RefusedError(StatusCode.INVALID_ARGUMENT, f"{lengths}: each must be at least 1")
-        if not self.executors:
-            if request.accepted_before:
-                return
-            raise RefusedError(StatusCode.UNAVAILABLE, "no executor is attached; try again when one is")
-        num_tokens = len(request.prompt_token_ids) + request.max_tokens
-        if num_tokens > self.max_total_tokens:
-            raise RefusedError(
-                StatusCode.INVALID_ARGUMENT,
-                f"{lengths}: their sum {num_tokens} must be at most {self.max_total_tokens}",
-            )
+    def _note(self, seq: Sequence, reason: Reason, state: ExecutorState, detail: str) -> None:
+        seq.is_prefilling = reason is Reason.PREFILL
+        if seq.time_line is not None:
+            step_id = state.session.last_step_id + (reason is Reason.PREFILL)
+            seq.time_line.run(reason, self._now, self.clocks, step_id=step_id, detail=detail)
 
     @property
     def _eos_token_ids(self) -> frozenset[int]:
@@ -587,11 +706,6 @@ class SchedulerCore:
     def num_running(self) -> int:
         """Sequences in a batch, padding left out."""
         return sum(not seq.is_padding for state in self.executors.values() for seq in state.running.values())
-
-
-def _needs_block(seq: Sequence) -> bool:
-    position = seq.num_computed_tokens
-    return position == seq.num_slots and seq.num_known_tokens - position == 1
 
 
 def _continues(seq: Sequence, output_token_ids: TokenIds) -> bool:
@@ -616,33 +730,3 @@ def _deadline_finish() -> Finish:
 
 def _error(status_code: StatusCode, message: str) -> Finish:
     return Finish(FinishReason.ERROR, message=message, status_code=status_code)
-
-
-def _rows_that_ran(plan: BatchPlan, result: StepResult) -> list[Sequence]:
-    """The plan's rows that the result tells of, in its order.
-
-    Missing may be only rows that are over on one side: ghosts, and rows in error. Raises SessionBrokenError
-    for any other difference.
-    """
-    if len(result.seq_ids) != len(result.num_sampled):
-        raise SessionBrokenError(f"step {plan.step_id}: seq_ids and num_sampled differ in length")
-    failed = {error.seq_id for error in result.errors}
-    ran: list[Sequence] = []
-    answers = iter(zip(result.seq_ids, result.num_sampled, strict=True))
-    seq_id, num_sampled = next(answers, (0, 0))
-    for planned_id, num_samples, seq in zip(plan.seq_ids, plan.num_samples, plan.rows, strict=True):
-        if planned_id != seq_id:
-            if seq.seq_id == planned_id and planned_id not in failed:
-                raise SessionBrokenError(
-                    f"step {plan.step_id}: sequence {planned_id} is running and has no row"
-                )
-            continue
-        if num_sampled != num_samples and planned_id not in failed:
-            raise SessionBrokenError(
-                f"step {plan.step_id}: sequence {planned_id} sampled {num_sampled}, {num_samples} due"
-            )
-        ran.append(seq)
-        seq_id, num_sampled = next(answers, (0, 0))
-    if len(ran) != len(result.seq_ids):
-        raise SessionBrokenError(f"step {plan.step_id}: row of sequence {seq_id} was not planned")
-    return ran

@@ -102,7 +102,9 @@ class ExecuteStream:
 
 
 def _meaning(error: grpc.aio.AioRpcError) -> Exception:
-    text = f"{error.code().name}: {error.details()}"
+    details = error.details() or ""
+    # gRPC tells at length, and differently at each try, how it found nobody.
+    text = "nobody answers" if "connect" in details.lower() else f"{error.code().name}: {details}"
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         return HeldError(text)
     if error.code() in {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS}:

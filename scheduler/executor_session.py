@@ -14,10 +14,41 @@ dropped; `acked_step_id` is the newest result applied; a result that does not fi
 from collections import deque
 
 from scheduler.plan import BatchPlan, StepResult
+from scheduler.sequence import Sequence
 
 
 class SessionBrokenError(RuntimeError):
     """The executor's answer does not fit the plans: its epoch is given up and opened anew."""
+
+
+def rows_that_ran(plan: BatchPlan, result: StepResult) -> list[Sequence]:
+    """The plan's rows that the result tells of, in its order.
+
+    Missing may be only rows that are over on one side: ghosts, and rows in error. Raises SessionBrokenError
+    for any other difference.
+    """
+    if len(result.seq_ids) != len(result.num_sampled):
+        raise SessionBrokenError(f"step {plan.step_id}: seq_ids and num_sampled differ in length")
+    failed = {error.seq_id for error in result.errors}
+    ran: list[Sequence] = []
+    answers = iter(zip(result.seq_ids, result.num_sampled, strict=True))
+    seq_id, num_sampled = next(answers, (0, 0))
+    for planned_id, num_samples, seq in zip(plan.seq_ids, plan.num_samples, plan.rows, strict=True):
+        if planned_id != seq_id:
+            if seq.seq_id == planned_id and planned_id not in failed:
+                raise SessionBrokenError(
+                    f"step {plan.step_id}: sequence {planned_id} is running and has no row"
+                )
+            continue
+        if num_sampled != num_samples and planned_id not in failed:
+            raise SessionBrokenError(
+                f"step {plan.step_id}: sequence {planned_id} sampled {num_sampled}, {num_samples} due"
+            )
+        ran.append(seq)
+        seq_id, num_sampled = next(answers, (0, 0))
+    if len(ran) != len(result.seq_ids):
+        raise SessionBrokenError(f"step {plan.step_id}: row of sequence {seq_id} was not planned")
+    return ran
 
 
 class ExecutorSession:

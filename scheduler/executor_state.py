@@ -3,10 +3,12 @@
 Pure data with two derived numbers; the core is its only writer.
 """
 
-from scheduler.blocks import BlockManager
+from scheduler.batching import Batching
+from scheduler.blocks import BlockError, BlockManager
 from scheduler.executor_session import ExecutorSession
 from scheduler.plan import Capacity, Leaver
 from scheduler.policy import Limits
+from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence
 from scheduler.step_time import StepTimeModel
 
@@ -15,31 +17,52 @@ class ExecutorState:
     """One attached executor: what it can take, what runs there, who owns its blocks."""
 
     __slots__ = (
+        "batching",
         "blocks",
+        "cache",
         "capacity",
         "entering",
         "executor_id",
+        "fault",
         "has_ghosts",
         "is_draining",
+        "is_hashing",
         "left",
         "max_num_batched_tokens",
         "max_num_seqs",
         "next_seq_id",
+        "num_running_of",
         "previous_idle_us",
         "previous_step_us",
         "released_seq_ids",
         "running",
         "session",
         "step_time",
+        "too_full_for",
         "watermark_blocks",
     )
 
-    def __init__(self, executor_id: str, epoch: int, capacity: Capacity, limits: Limits) -> None:
+    def __init__(
+        self,
+        executor_id: str,
+        epoch: int,
+        capacity: Capacity,
+        limits: Limits,
+        batching: Batching,
+        cache_secret: bytes,
+    ) -> None:
         num_blocks = min(capacity.num_blocks, limits.num_blocks or capacity.num_blocks)
         self.executor_id = executor_id
         self.capacity = capacity
+        self.batching = batching
         self.session = ExecutorSession(epoch, min(limits.window, capacity.max_window))
         self.blocks = BlockManager(num_blocks, capacity.block_size)
+        self.cache = PrefixCache(
+            self.blocks,
+            secret=cache_secret,
+            fingerprint=capacity.model_fingerprint,
+            is_on=limits.prefix_caching,
+        )
         self.max_num_seqs = min(capacity.max_num_seqs, limits.max_num_seqs or capacity.max_num_seqs)
         self.max_num_batched_tokens = min(
             capacity.max_num_batched_tokens, limits.max_num_batched_tokens or capacity.max_num_batched_tokens
@@ -47,14 +70,50 @@ class ExecutorState:
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()
         self.running: dict[int, Sequence] = {}  # by seq_id, in order of admission
+        self.num_running_of: dict[int, int] = {}  # by importance class
+        self.too_full_for: Sequence | None = None  # the head that found no room: nothing has left since
         self.entering: list[Sequence] = []  # padding rows that enter with the next plan
         self.released_seq_ids: list[int] = []  # to be told to the executor with the next plan
         self.has_ghosts = False  # it still remembers a finished sequence
         self.left: list[Leaver] = []  # since the last plan, for those who watch
         self.next_seq_id = 1
         self.is_draining = False
+        self.fault: BlockError | None = None  # blocks and holders disagree: the epoch must end
+        self.is_hashing = False  # a long prompt waits for its names: plan again even if nothing else happens
         self.previous_step_us = 0  # of the newest answered step, for those who watch
         self.previous_idle_us = 0
+
+    def release(self, seq: Sequence) -> None:
+        """`seq` holds its blocks no more. A disagreement is kept for the next plan to raise."""
+        try:
+            self.blocks.release(seq.block_table)
+        except BlockError as error:
+            self.fault = error
+
+    def take_seat(self, seq: Sequence) -> None:
+        """`seq` is in the batch under its seq_id."""
+        self.running[seq.seq_id] = seq
+        priority = seq.request.priority
+        self.num_running_of[priority] = self.num_running_of.get(priority, 0) + 1
+
+    def give_seat_back(self, seq: Sequence) -> None:
+        """`seq` is in the batch no more."""
+        del self.running[seq.seq_id]
+        self.too_full_for = None
+        priority = seq.request.priority
+        self.num_running_of[priority] -= 1
+        if not self.num_running_of[priority]:
+            del self.num_running_of[priority]
+
+    @property
+    def least_important(self) -> int | None:
+        """The largest priority value among the running; None when nobody runs."""
+        return max(self.num_running_of, default=None)
+
+    def recompute_tokens(self, seq: Sequence) -> int:
+        """Computed tokens lost when `seq` gives its blocks up; those in shared blocks are found again."""
+        num_shared = len(seq.block_table) - self.blocks.num_private(seq.block_table)
+        return max(0, seq.num_computed_tokens - num_shared * self.blocks.block_size)
 
     @property
     def max_total_tokens(self) -> int:

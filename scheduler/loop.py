@@ -32,6 +32,7 @@ from scheduler.sequence import Sequence
 
 _log = structlog.get_logger()
 RETRY_SECONDS = 0.2
+AUDIT_STEPS = 1024
 RESOLVE_SECONDS = 1.0
 # A stream that lived longer than any attempt to connect was a connection, even if it brought nothing.
 HELD_SECONDS = 2.0 * MAX_RECONNECT_SECONDS
@@ -215,12 +216,21 @@ class SchedulerLoop:
             await asyncio.gather(results, return_exceptions=True)
 
     async def _send_plans(self, executor_id: str, stream: ExecuteStream) -> None:
-        while (plan := self.core.schedule(executor_id, self.now())) is not None:
-            message = wire.plan_message(plan)
-            if self.watchers:
-                self._tell_watchers(executor_id, plan, message.ByteSize())
-            await stream.send(message)
-        audit.check_idle(self.core.executors[executor_id])
+        state = self.core.executors[executor_id]
+        while True:
+            plan = self.core.schedule(executor_id, self.now())
+            if plan is not None:
+                message = wire.plan_message(plan)
+                if self.watchers:
+                    self._tell_watchers(executor_id, plan, message.ByteSize())
+                await stream.send(message)
+                if plan.step_id % AUDIT_STEPS == 0:
+                    audit.check_counts(state)
+            elif state.is_hashing and not state.session.num_unanswered:
+                await asyncio.sleep(0)  # a long prompt is hashed in slices: let others in between
+            else:
+                break
+        audit.check_idle(state)
 
     def _tell_watchers(self, executor_id: str, plan: BatchPlan, num_plan_bytes: int) -> None:
         summary = wire.step_summary(self.core.executors[executor_id], plan, self.now())
@@ -347,7 +357,9 @@ class ExecutorLoop:
             except (EpochLostError, HeldError) as error:
                 return str(error)
             except (SessionBrokenError, BlockError) as error:
-                _log.error("epoch_given_up", executor=executor_id, error=str(error))
+                self._loop.core.counters.audits_failed += isinstance(error, BlockError)
+                books = audit.describe(self._loop.core.executors[executor_id])
+                _log.error("epoch_given_up", executor=executor_id, error=str(error), **books)
                 return f"the epoch of the executor at {executor_id} was given up: {error}"
             except ExecutorUnreachableError as error:
                 now = self._loop.now()

@@ -67,6 +67,7 @@ class BatchPlan:
     positions_sum: int
     num_samples: list[int]  # not sent: tokens each row must sample
     rows: list[Sequence]  # not sent: who the rows are, for the result
+    filled: list[tuple[Sequence, int, int]]  # not sent: (row, seq_id, computed tokens once this has answered)
     left: list[Leaver]  # not sent: who has left since the plan before, for those who watch
 
 

@@ -1,68 +1,143 @@
-"""Who runs next, who may enter, who must go: decisions from counts.
+"""What the operator may choose, and who must go: decisions from counts.
 
 Pure functions over numbers and sequences' numbers: no block ids, no clock, no I/O. Laws of these functions
-are tested with integers. The order of service is FCFS within a priority class:
+are tested with integers. The order of those who wait is `waiting`'s; this is about those who run:
 
-- Waiting: lower priority value first; then those that ran before and lost their blocks; then arrival.
-- Running: every sequence with one token to compute (it decodes) before those with more (they catch up on
-  prompts in chunks), each group in order of admission. So a long prompt never stalls running streams.
-- Out of blocks: the victim is the least important, latest arrived one that has won a token since it was
-  admitted. So nothing is thrown out twice without progress.
+- Every running sequence with one token to compute (it decodes) comes before those with more (they catch up on
+  prompts in chunks). So a long prompt never stalls running streams.
+- Out of blocks, the victim is the cheapest to recompute among the least important.
+- A waiting request displaces running ones only if it is strictly more important, they have got somewhere
+  since they were admitted, and what is thrown away is in proportion to what is won.
+- Nobody is thrown out twice without a token in between.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate, takewhile
 
+from scheduler.forecast import LengthModel, peak_blocks
 from scheduler.sequence import Sequence
+from scheduler.tenants import TenantLimits
+from scheduler.waiting import Policy
+
+MIN_TOKENS_BEFORE_DISPLACEMENT = 8  # hysteresis: a newcomer is left alone until it has got somewhere
+MAX_DISPLACEMENTS = 3  # afterwards it stays to its end
+FREE_RECOMPUTE_TOKENS = 256  # displacing never counts as too dear below this
+
+
+class Admission(Enum):
+    """How much room a newcomer must find."""
+
+    RESERVE = (
+        "reserve"  # its whole length to the limit, and that of everybody who runs: nothing is ever preempted
+    )
+    FORECAST = "forecast"  # the peak that it and the running are expected to reach
+    OPTIMISTIC = "optimistic"  # its context and a watermark: preempts most; for comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the operator allows. None leaves it to the executor's own ceiling."""
+    """What the operator allows. None leaves it to the executor's own ceiling, or is no limit."""
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     num_blocks: int | None = None
     window: int = 2
     max_step_us: float | None = None  # wanted step duration while anything decodes
-    watermark: float = 0.01  # share of blocks kept free at admission, for the running to grow into
+    policy: Policy = Policy.FCFS
+    admission: Admission = Admission.FORECAST
+    aging_seconds: float | None = 10.0  # waiting this long is worth one importance class
+    prefix_caching: bool = True
+    watermark: float = 0.01  # share of blocks that a forecast leaves free
+    max_queued: int | None = None  # waiting requests beyond the free seats
+    max_queued_tokens: int | None = None  # prompt tokens of all that wait
+    tenants: dict[str, TenantLimits] = field(default_factory=dict)
+    default_tenant: TenantLimits = field(default_factory=TenantLimits)
     orphan_grace_seconds: float = 10.0
     result_keep_seconds: float = 60.0
 
 
-def waiting_key(seq: Sequence) -> tuple[int, bool, float, int]:
-    """Sort key of the waiting: the smallest is served first."""
-    return (seq.request.priority, not seq.has_started, seq.request.arrival, seq.order)
+def victim(running: Iterable[Sequence], recompute_tokens: Callable[[Sequence], int]) -> Sequence | None:
+    """Whom to preempt for blocks, or None when everybody has only just come.
 
-
-def victim(running: Iterable[Sequence]) -> Sequence | None:
-    """Whom to preempt, or None when everybody has only just come.
-
-    A padding row goes before any real one.
+    A padding row goes first; then the least important, the cheapest to recompute among them, the latest of
+    those. `recompute_tokens` tells what its own blocks hold: shared ones will be found again.
     """
     candidates = [seq for seq in running if seq.has_progressed or seq.is_padding]
     return max(
         candidates,
-        key=lambda seq: (seq.is_padding, seq.request.priority, seq.request.arrival, seq.order),
+        key=lambda seq: (
+            seq.is_padding,
+            seq.request.priority,
+            -recompute_tokens(seq),
+            seq.request.arrival,
+            seq.order,
+        ),
         default=None,
     )
 
 
-def blocks_to_enter(
-    seq: Sequence, running: Iterable[Sequence], block_size: int, watermark_blocks: int
-) -> int:
-    """Free blocks that must be there before `seq` enters beside `running`.
+def worth(head: Sequence) -> int:
+    """Tokens that may be thrown away, to be recomputed, so that `head` enters."""
+    return max(FREE_RECOMPUTE_TOKENS, 2 * head.max_len)
 
-    Its whole context, never just the next chunk. A newcomer leaves a watermark free for the others to grow
-    into. One that was preempted must be expected to run at least as long as its recompute is large: it also
-    waits for the room that it and the running will take over that many tokens. Otherwise it would be thrown
-    out again before the recompute has paid, for ever.
+
+def displaced(
+    head: Sequence,
+    running: Iterable[Sequence],
+    *,
+    suffices: Callable[[list[Sequence]], bool],
+    recompute_tokens: Callable[[Sequence], int],
+    max_recompute_tokens: float,
+) -> list[Sequence]:
+    """Who makes way so that `head` enters; empty when nobody need or none may.
+
+    `suffices` tells whether it enters once these have left; when some are enough, so are more. All or
+    nothing: no work is thrown away without the head entering for it, and none whose leaving changes nothing.
+    """
+    candidates = sorted(
+        (seq for seq in running if _may_be_displaced(seq, head)),
+        key=lambda seq: (-seq.request.priority, recompute_tokens(seq), -seq.request.arrival, -seq.order),
+    )
+    costs = accumulate(map(recompute_tokens, candidates))
+    affordable = candidates[: sum(1 for _ in takewhile(lambda cost: cost <= max_recompute_tokens, costs))]
+    if not affordable or not suffices(affordable) or suffices([]):
+        return []
+    count = bisect_left(range(len(affordable)), x=True, key=lambda count: suffices(affordable[:count]))
+    chosen = affordable[:count]
+    for seq in affordable[: count - 1]:
+        fewer = [other for other in chosen if other is not seq]
+        if suffices(fewer):
+            chosen = fewer
+    return chosen
+
+
+def _may_be_displaced(seq: Sequence, head: Sequence) -> bool:
+    return (
+        seq.request.priority > head.request.priority
+        and seq.num_displacements < MAX_DISPLACEMENTS
+        and len(seq.token_ids) - seq.num_tokens_at_admission >= MIN_TOKENS_BEFORE_DISPLACEMENT
+    )
+
+
+def blocks_to_reserve(seq: Sequence, running: Iterable[Sequence], block_size: int) -> int:
+    """Blocks that `seq` and the running hold if each grows to its limit."""
+    return sum(-(-(member.max_len - 1) // block_size) for member in [seq, *running])
+
+
+def blocks_to_begin(seq: Sequence, running: Iterable[Sequence], block_size: int) -> int:
+    """Free blocks with which `seq` may begin, nobody's growth foreseen.
+
+    Only one that was preempted looks ahead: it must be expected to run at least as long as its recompute is
+    large. Else it would be thrown out again before the recompute has paid, for ever.
     """
     context = -(-len(seq.token_ids) // block_size)
     if not seq.num_preemptions:
-        return context + watermark_blocks
+        return context
     horizon = len(seq.token_ids)
-    return context + sum(_growth(other, horizon, block_size) for other in [seq, *running])
+    return context + sum(_growth(member, horizon, block_size) for member in [seq, *running])
 
 
 def _growth(seq: Sequence, num_tokens: int, block_size: int) -> int:
@@ -70,3 +145,20 @@ def _growth(seq: Sequence, num_tokens: int, block_size: int) -> int:
     held = len(seq.block_table) or -(-len(seq.token_ids) // block_size)
     future = min(len(seq.token_ids) + num_tokens, seq.max_len - 1)
     return max(0, -(-future // block_size) - held)
+
+
+def blocks_expected(seq: Sequence, running: Iterable[Sequence], block_size: int, lengths: LengthModel) -> int:
+    """Peak blocks that `seq` and the running are expected to hold together.
+
+    For one that was preempted everybody is taken to grow at least as much as its recompute is large, for the
+    reason given in `blocks_to_begin`.
+    """
+    at_least = len(seq.token_ids) if seq.num_preemptions else 0
+    members = []
+    for member in [seq, *running]:
+        limit = member.request.max_tokens
+        remaining = lengths.remaining(member.num_output_tokens, limit)
+        if at_least:
+            remaining = max(remaining, min(at_least, limit - member.num_output_tokens))
+        members.append((len(member.token_ids), remaining))
+    return peak_blocks(members, block_size)

@@ -37,6 +37,7 @@ class Attachment:
     seq: Sequence
     cursor: int
     is_dirty: bool = False
+    has_told_accepted: bool = False
     has_told_start: bool = False
     finish_message_id: int = 0  # the message that carried its end; 0 before
 
@@ -60,6 +61,7 @@ class StepOutput:
     num_tokens: list[int] = field(default_factory=list)
     token_ids: TokenIds = field(default_factory=lambda: array("I"))
     logprobs: list[tuple[int, list[object]]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)  # handles
     started: list[tuple[int, int]] = field(default_factory=list)  # handle, cached prompt tokens
     finished: list[FinishedOutput] = field(default_factory=list)
 
@@ -134,6 +136,9 @@ class RouterSession:
             seq = attachment.seq
             if seq.attachment is not attachment:
                 continue  # somebody else reads it now
+            if not attachment.has_told_accepted:
+                attachment.has_told_accepted = True
+                output.accepted.append(attachment.handle)
             self._take_tokens(attachment, output)
             if seq.has_started and not attachment.has_told_start:
                 attachment.has_told_start = True

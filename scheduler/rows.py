@@ -10,6 +10,7 @@ class Rows:
     __slots__ = (
         "admitted",
         "budget",
+        "filled",
         "grown_seq_ids",
         "new_block_ids",
         "num_new_blocks",
@@ -31,6 +32,7 @@ class Rows:
         self.grown_seq_ids: list[int] = []
         self.num_new_blocks: list[int] = []
         self.new_block_ids: list[int] = []
+        self.filled: list[tuple[Sequence, int, int]] = []  # rows that may have filled a block
 
     def chunk(self, seq: Sequence, limit: int) -> None:
         """Gives `seq` as many of its uncomputed tokens as `limit` allows."""
@@ -44,5 +46,6 @@ class Rows:
         self.positions_sum += position
         self.budget -= count
         seq.num_computed_tokens = position + count
+        self.filled.append((seq, seq.seq_id, position + count))
         if reached and seq.num_known_tokens < seq.max_len - 1:
             seq.num_known_tokens += 1  # the token this step will sample

@@ -9,6 +9,8 @@ Pure: knows nothing of executors, routers or wires, and has no clock.
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from scheduler.explain import TimeLine
+from scheduler.tenants import Tenant
 from scheduler.token_ids import TokenIds
 
 
@@ -111,6 +113,14 @@ class Finish:
     retry_after_seconds: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A waiting sequence whose first `num_blocks` blocks are being computed by another one."""
+
+    seq: "Sequence"
+    num_blocks: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way.
@@ -121,6 +131,7 @@ class Sequence:
     """
 
     request: Request
+    tenant: Tenant
     token_ids: TokenIds
     num_prompt_tokens: int
     max_len: int  # prompt + max_tokens
@@ -132,11 +143,19 @@ class Sequence:
     executor_id: str = ""
     block_table: list[int] = field(default_factory=list)
     num_slots: int = 0  # tokens the block table has room for
+    block_keys: list[bytes] = field(default_factory=list)  # names of its full blocks' content, as far as made
+    num_registered_blocks: int = 0  # of its block table, from the start: found or made known in the index
+    followers: list["Follower"] = field(default_factory=list)  # who waits for blocks that it computes
     has_started: bool = False  # was admitted at least once
     num_tokens_at_admission: int = 0
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # for lack of blocks
+    num_displacements: int = 0  # for somebody more important
+    waiting_since: float = 0.0  # its arrival, or when it lost its place in a batch
+    latest_start: float = float("inf")  # to be done by its deadline, as estimated when it began to wait
+    time_line: TimeLine | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     num_wasted_tokens: int = 0  # computed, never delivered
+    is_prefilling: bool = False  # was admitted and has won no token yet
     is_padding: bool = False  # holds a finished member's seat in a padded request-level batch
     logprobs: list[object] | None = None  # opaque, one for each output token computed here
     num_resumed_tokens: int = 0  # output tokens it was submitted with: they have no logprobs here
@@ -146,12 +165,15 @@ class Sequence:
     forget_at: float | None = None
 
     @classmethod
-    def of(cls, request: Request, output_token_ids: TokenIds, order: int) -> "Sequence":
+    def of(cls, request: Request, tenant: Tenant, output_token_ids: TokenIds, order: int) -> "Sequence":
         """A waiting sequence that goes on after `output_token_ids`."""
         token_ids = request.prompt_token_ids + output_token_ids
         num_prompt_tokens = len(request.prompt_token_ids)
-        seq = cls(request, token_ids, num_prompt_tokens, num_prompt_tokens + request.max_tokens, order)
+        seq = cls(
+            request, tenant, token_ids, num_prompt_tokens, num_prompt_tokens + request.max_tokens, order
+        )
         seq.num_resumed_tokens = len(output_token_ids)
+        seq.waiting_since = request.arrival
         seq.logprobs = [] if request.want_logprobs else None
         seq.forget_computed()
         return seq
@@ -170,10 +192,23 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_known_tokens = min(len(self.token_ids), self.max_len - 1)
 
+    def give_up_seat(self) -> None:
+        """It holds nothing on any executor."""
+        self.seq_id = 0
+        self.executor_id = ""
+        self.block_table = []
+        self.num_slots = 0
+
     @property
     def num_output_tokens(self) -> int:
         """Output token ids known."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_block(self) -> bool:
+        """Whether the one token it has to compute next has no slot."""
+        position = self.num_computed_tokens
+        return position == self.num_slots and self.num_known_tokens - position == 1
 
     @property
     def has_progressed(self) -> bool:

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from protos.v1 import router_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import RequestError, abort
 from scheduler import wire
-from scheduler.core import RefusedError
+from scheduler.door import RefusedError
 from scheduler.loop import SchedulerLoop, Watcher
 from scheduler.parts import PartAssembler
 from scheduler.router_session import RouterSession, SessionError, session_of
@@ -83,13 +83,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
-        """Not served at protocol revision 1."""
-        await abort(
-            context,
-            RequestError(
-                grpc.StatusCode.UNIMPLEMENTED, "Explain is not served by this scheduler (protocol revision 1)"
-            ),
-        )
+        """Where the time of a request went, by the newest of that id."""
+        lines = self._loop.core.explain(request.request_id, self._loop.now())
+        if not lines:
+            message = (
+                f"nothing is known of request {request.request_id!r}: it never was here, or is long over"
+            )
+            await abort(context, RequestError(grpc.StatusCode.NOT_FOUND, message, field="request_id"))
+        return wire.explain_response(request.request_id, lines)
 
 
 class _RouterStream:

@@ -1,26 +1,61 @@
 """The waiting sequences, in order of service.
 
-A heap with lazy deletion: entering and leaving cost O(log n), giving up while waiting costs O(1) and the
-stale entry is swept out when it comes up, or when stale entries outnumber live ones. So neither a step nor a
-cancel depends on how many wait. Pure.
+Importance class first (lower is served first), then the policy's order, then arrival. A class improves by one
+for every `aging_seconds` that its oldest member has waited, so that nothing starves.
+
+    class 0 ─┬─ tenant a ─ heap of its sequences      the next one of a class is the head of the tenant whose
+             └─ tenant b ─ heap of its sequences      turn it is: `fcfs`, `deadline`: the best head;
+    class 5 ─── tenant a ─ …                          `fair`: the least served tenant's head
+
+All heaps delete lazily: entering and leaving cost O(log n), giving up while waiting O(1), and the stale entry
+is swept out when it comes up. So neither a step nor a cancel depends on how many wait. Pure.
 """
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
 
-from scheduler.policy import waiting_key
 from scheduler.sequence import Sequence, State
+from scheduler.tenants import Tenant
+
+_PARKED = 0  # no entry of a heap has this number
+_SLACK = 64  # stale entries that are not worth sweeping
+
+Key = tuple[bool, float, float, int]
+Rank = tuple[bool, float, float, int]
+
+
+class Policy(Enum):
+    """Who is served next within an importance class."""
+
+    FCFS = "fcfs"  # first come, first served
+    FAIR = "fair"  # the tenant that was served least (virtual token counter)
+    DEADLINE = "deadline"  # least slack: what must start soonest to be done in time
+
+
+@dataclass(slots=True)
+class _Class:
+    """The waiting sequences of one importance class."""
+
+    priority: int
+    heaps: dict[Tenant, list[tuple[Key, int, Sequence]]] = field(default_factory=dict)
+    ready: list[tuple[Rank, int, Tenant]] = field(default_factory=list)
+    ready_entry: dict[Tenant, int] = field(default_factory=dict)  # the one entry of `ready` that counts
+    ready_rank: dict[Tenant, Rank] = field(default_factory=dict)
+    oldest: list[tuple[float, int, Sequence]] = field(default_factory=list)  # by how long they wait
 
 
 class WaitingQueue:
-    """Sequences in state WAITING. The caller moves states; a sequence that is no longer WAITING is gone."""
+    """Sequences in state WAITING. The caller moves states and tells of every change."""
 
-    __slots__ = ("_entries", "_entry_of", "_next_entry", "num_tokens")
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[tuple[int, bool, float, int], int, Sequence]] = []
+    def __init__(self, policy: Policy = Policy.FCFS, aging_seconds: float | None = None) -> None:
+        self._policy = policy
+        self._aging_seconds = aging_seconds
+        self._classes: dict[int, _Class] = {}
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
         self._next_entry = 0
+        self._aside: dict[Tenant, None] = {}  # tenants at a limit of their own
         self.num_tokens = 0  # of all that wait: what is known of them stays as it is until they enter
 
     def __len__(self) -> int:
@@ -30,28 +65,134 @@ class WaitingQueue:
         """In no particular order."""
         return iter(self._entry_of)
 
+    # --- coming and going --------------------------------------------------------------------------------
+
     def push(self, seq: Sequence) -> None:
         """Adds a sequence that waits."""
         assert seq.state is State.WAITING
         assert seq not in self._entry_of
-        self._next_entry += 1
-        self._entry_of[seq] = self._next_entry
-        self.num_tokens += len(seq.token_ids)
-        heapq.heappush(self._entries, (waiting_key(seq), self._next_entry, seq))
-
-    def peek(self) -> Sequence | None:
-        """Who is served next, or None."""
-        while self._entries:
-            _, entry, seq = self._entries[0]
-            if self._entry_of.get(seq) == entry:
-                return seq
-            heapq.heappop(self._entries)
-        return None
+        num_tokens = len(seq.token_ids)
+        self.num_tokens += num_tokens
+        seq.tenant.num_waiting += 1
+        seq.tenant.num_waiting_tokens += num_tokens
+        self._add_entry(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it stands."""
         del self._entry_of[seq]
-        self.num_tokens -= len(seq.token_ids)
-        if len(self._entries) > 64 + 2 * len(self._entry_of):
-            self._entries = [item for item in self._entries if self._entry_of.get(item[2]) == item[1]]
-            heapq.heapify(self._entries)
+        num_tokens = len(seq.token_ids)
+        self.num_tokens -= num_tokens
+        seq.tenant.num_waiting -= 1
+        seq.tenant.num_waiting_tokens -= num_tokens
+
+    def park(self, seq: Sequence) -> None:
+        """`seq` still waits, but is not served before `unpark`."""
+        self._entry_of[seq] = _PARKED
+
+    def unpark(self, seq: Sequence) -> bool:
+        """Back into its place, if it still waits and was parked."""
+        if self._entry_of.get(seq) != _PARKED:
+            return False
+        self._add_entry(seq)
+        return True
+
+    def set_aside(self, tenant: Tenant) -> None:
+        """`tenant` is at a limit of its own: it is passed over until `recall`."""
+        self._aside[tenant] = None
+
+    def recall(self, tenant: Tenant) -> None:
+        """Something of `tenant` was given back: it takes part again."""
+        if tenant in self._aside:
+            del self._aside[tenant]
+            for of_class in self._classes.values():
+                if tenant in of_class.heaps:
+                    self._offer(of_class, tenant)
+
+    def _add_entry(self, seq: Sequence) -> None:
+        self._next_entry += 1
+        self._entry_of[seq] = self._next_entry
+        of_class = self._classes.setdefault(seq.request.priority, _Class(seq.request.priority))
+        heap = of_class.heaps.setdefault(seq.tenant, [])
+        heapq.heappush(heap, (self._key(seq), self._next_entry, seq))
+        heapq.heappush(of_class.oldest, (seq.waiting_since, self._next_entry, seq))
+        if heap[0][2] is seq:
+            self._offer(of_class, seq.tenant)
+        if len(of_class.oldest) > _SLACK + 2 * len(self._entry_of):
+            self._sweep(of_class)
+
+    def _key(self, seq: Sequence) -> Key:
+        """Order within tenant and class: those that ran before and lost their place come first."""
+        first = seq.latest_start if self._policy is Policy.DEADLINE else 0.0
+        return (not seq.has_started, first, seq.request.arrival, seq.order)
+
+    # --- who is next -------------------------------------------------------------------------------------
+
+    def peek(self, now: float) -> Sequence | None:
+        """Who is served next, or None."""
+        best: tuple[float, int] | None = None
+        head: Sequence | None = None
+        for of_class in list(self._classes.values()):
+            candidate = self._head(of_class)
+            if candidate is None:
+                continue
+            rank = (of_class.priority - self._boost(of_class, now), of_class.priority)
+            if best is None or rank < best:
+                best, head = rank, candidate
+        return head
+
+    def _boost(self, of_class: _Class, now: float) -> float:
+        if self._aging_seconds is None:
+            return 0.0
+        while of_class.oldest and self._entry_of.get(of_class.oldest[0][2]) != of_class.oldest[0][1]:
+            heapq.heappop(of_class.oldest)
+        if not of_class.oldest:
+            return 0.0
+        return max(0.0, (now - of_class.oldest[0][0]) // self._aging_seconds)
+
+    def _head(self, of_class: _Class) -> Sequence | None:
+        """The next of one class. Ranks get worse as tenants are served, so a stale top is pushed down."""
+        ready = of_class.ready
+        while ready:
+            rank, entry, tenant = ready[0]
+            if of_class.ready_entry.get(tenant) != entry or tenant in self._aside:
+                heapq.heappop(ready)
+                continue
+            heap = of_class.heaps[tenant]
+            while heap and self._entry_of.get(heap[0][2]) != heap[0][1]:
+                heapq.heappop(heap)
+            if not heap:
+                heapq.heappop(ready)
+                del of_class.heaps[tenant], of_class.ready_entry[tenant], of_class.ready_rank[tenant]
+                continue
+            if self._rank(tenant, heap) != rank:
+                heapq.heappop(ready)
+                del of_class.ready_rank[tenant]
+                self._offer(of_class, tenant)
+                continue
+            return heap[0][2]
+        if not of_class.heaps:
+            del self._classes[of_class.priority]
+        return None
+
+    def _rank(self, tenant: Tenant, heap: list[tuple[Key, int, Sequence]]) -> Rank:
+        """Order among tenants of one class, by their heads."""
+        key = heap[0][0]
+        return (key[0], tenant.service, *key[2:]) if self._policy is Policy.FAIR else key
+
+    def _offer(self, of_class: _Class, tenant: Tenant) -> None:
+        rank = self._rank(tenant, of_class.heaps[tenant])
+        self._next_entry += 1
+        of_class.ready_entry[tenant] = self._next_entry
+        of_class.ready_rank[tenant] = rank
+        heapq.heappush(of_class.ready, (rank, self._next_entry, tenant))
+        if len(of_class.ready) > _SLACK + 2 * len(of_class.heaps):
+            entries = of_class.ready_entry
+            of_class.ready[:] = [item for item in of_class.ready if entries.get(item[2]) == item[1]]
+            heapq.heapify(of_class.ready)
+
+    def _sweep(self, of_class: _Class) -> None:
+        of_class.oldest = [item for item in of_class.oldest if self._entry_of.get(item[2]) == item[1]]
+        heapq.heapify(of_class.oldest)
+        for heap in of_class.heaps.values():
+            heap[:] = [item for item in heap if self._entry_of.get(item[2]) == item[1]]
+            heapq.heapify(heap)

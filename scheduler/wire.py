@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from protos.v1 import common_pb2, executor_pb2, router_pb2, scheduler_pb2
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
+from scheduler.explain import Entry
 from scheduler.plan import (
     BatchPlan,
     Capacity,
@@ -193,6 +194,7 @@ def output_message(output: StepOutput, step_id: int) -> scheduler_pb2.SchedulerM
                 for handle, count in output.started
             ],
             step_id=step_id,
+            accepted=output.accepted,
         )
     )
     return message
@@ -267,6 +269,24 @@ def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> ro
         previous_step_us=state.previous_step_us,
         previous_idle_us=state.previous_idle_us,
     )
+
+
+def explain_response(request_id: str, lines: dict[int, list[Entry]]) -> router_pb2.ExplainResponse:
+    """Time lines of a request's choices, in order of time."""
+    entries = [
+        router_pb2.ExplainEntry(
+            index=index,
+            start_seconds=entry.start,
+            duration_seconds=entry.duration,
+            reason=entry.reason.value,
+            step_id=entry.step_id,
+            detail=entry.detail,
+        )
+        for index, line in lines.items()
+        for entry in line
+    ]
+    entries.sort(key=lambda entry: (entry.start_seconds, entry.index))
+    return router_pb2.ExplainResponse(request_id=request_id, entries=entries)
 
 
 def load_message(core: SchedulerCore) -> scheduler_pb2.GetLoadResponse:

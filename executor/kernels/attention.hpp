@@ -134,13 +134,18 @@ static void attend_block(const AttentionCall& it, Room& room, int row, int head,
                                  (size_t)(position % it.block_size) * head_dim);
     };
 
-    room.query.resize(std::max(room.query.size(), MOST_ROWS * row_units));
+    // Values are wanted when the weights are known: fetched meanwhile, as many as the cache holds.
+    for (int tile = 0; in_place && tile < std::min(num_tiles, 32); tile++)
+        for (size_t line = 0; line < tile_units; line += LANES)
+            __builtin_prefetch(tile_in(it.values, tile) + line);
+
+    room.query.resize(std::max(room.query.size(), count * row_units));
     for (int i = 0; i < count; i++) {
         const Type* from = (const Type*)it.query + (first_token + token_of(i)) * it.query_stride;
         memcpy(room.query.data() + i * row_units, from + head_of(i) * head_dim, row_units * 4);
     }
 
-    room.scores.resize(std::max(room.scores.size(), (size_t)MOST_ROWS * width));
+    room.scores.resize(std::max(room.scores.size(), (size_t)count * width));
     room.key_panels.resize(std::max(room.key_panels.size(), 2 * tile_units));
     float* scores = (float*)room.scores.data();
     auto panel_of = [&](int tile, int copy) {
@@ -179,7 +184,7 @@ static void attend_block(const AttentionCall& it, Room& room, int row, int head,
             room.tiles[tile] = copy;
         }
     }
-    room.output.resize(std::max(room.output.size(), (size_t)MOST_ROWS * head_dim));
+    room.output.resize(std::max(room.output.size(), (size_t)count * head_dim));
     std::vector<const uint32_t*>& tiles = room.tiles;
     Operands by_values = {(const uint32_t*)scores, (size_t)width, tiles.data(),        LANES,           (size_t)head_dim,
                           num_tiles,               TILE / PER,    room.output.data(), (size_t)head_dim};

@@ -1,9 +1,10 @@
-"""Builds the kernels with the system's C++ compiler, once for each source, instruction set and compiler.
+"""Builds the kernels with the system's C++ compiler, once for each source and instruction set.
 
 The shared object goes into a cache directory (`$CHAIRLIFT_CACHE_DIR`, or `chairlift` in `$XDG_CACHE_HOME`, or
 `~/.cache/chairlift`) under a name that says what it was made from: a changed source is another file, and two
 processes that build at once put the same file in place. Instruction sets are named, never "whatever this
-machine has": the same name gives the same bits on every machine that has it.
+machine has": the same name gives the same bits on every machine that has it, and an image without a compiler
+can bring what `python -m executor.kernels` has built elsewhere.
 """
 
 import hashlib
@@ -78,9 +79,8 @@ def processor_features() -> frozenset[str]:
 
 def built(instruction_set: InstructionSet) -> Path:
     """The shared object for `instruction_set`, built if there is none yet. Raises KernelsUnavailableError."""
-    compiler = _output(COMPILER, "--version").splitlines()[0]
     sources = sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("*.cpp")])
-    digest = hashlib.sha256("\0".join([compiler, *FLAGS, *instruction_set.flags]).encode())
+    digest = hashlib.sha256("\0".join([*FLAGS, *instruction_set.flags]).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     path = cache_directory() / f"kernels-{instruction_set.name}-{digest.hexdigest()[:16]}.so"

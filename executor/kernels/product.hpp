@@ -34,25 +34,34 @@ struct Operands {
 #ifdef __AVX512F__
 constexpr int REGISTER_ROWS = 12;  // 12 x 2 sums, two panels and one factor in 32 registers
 #else
-constexpr int REGISTER_ROWS = 2;  // a vector takes several registers here
+constexpr int REGISTER_ROWS = 2;  // two panels take up to eight of sixteen registers
 #endif
 
 template <class Type, int ROWS, int PANELS>
 static INLINE void vector_rows(const Operands& it, int row) {
-    Floats sums[ROWS][PANELS] = {};
+    constexpr int OF_PANEL = LANES / PART_LANES, PARTS = PANELS * OF_PANEL;
+    Part sums[ROWS][PARTS] = {};
     const uint32_t* a = it.a + row * it.a_stride;
-    for (int segment = 0; segment < it.num_segments; segment++, a += it.segment_units) {
+    size_t a_stride = it.a_stride, b_stride = it.b_stride;
+    ptrdiff_t second_panel = it.second_panel;
+    for (int segment = 0; segment < it.num_segments; segment++) {
         const uint32_t* b = it.segments[segment];
-        for (int unit = 0; unit < it.segment_units; unit++, b += it.b_stride) {
-            Units panels[PANELS];
-            for (int j = 0; j < PANELS; j++) panels[j] = load<Units>(b + j * it.second_panel);
+        for (const uint32_t* end = a + it.segment_units; a < end; a++, b += b_stride) {
+            PartUnits parts[PARTS];
+#pragma GCC unroll 8
+            for (int j = 0; j < PARTS; j++)
+                parts[j] = load<PartUnits>(b + j / OF_PANEL * second_panel + j % OF_PANEL * PART_LANES);
+#pragma GCC unroll 12
             for (int i = 0; i < ROWS; i++)
-                for (int j = 0; j < PANELS; j++)
-                    sums[i][j] = multiply_add<Type>(sums[i][j], a[i * it.a_stride + unit], panels[j]);
+#pragma GCC unroll 8
+                for (int j = 0; j < PARTS; j++)
+                    sums[i][j] = multiply_add<Type>(sums[i][j], a[i * a_stride], parts[j]);
         }
     }
+#pragma GCC unroll 12
     for (int i = 0; i < ROWS; i++)
-        for (int j = 0; j < PANELS; j++) store(it.c + (row + i) * it.c_stride + j * LANES, sums[i][j]);
+#pragma GCC unroll 8
+        for (int j = 0; j < PARTS; j++) store(it.c + (row + i) * it.c_stride + j * PART_LANES, sums[i][j]);
 }
 
 template <class Type, int PANELS>

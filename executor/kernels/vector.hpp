@@ -43,7 +43,6 @@ static INLINE void store(void* to, Vector vector) {
 }
 
 static INLINE Floats broadcast(float value) { return value - Floats{}; }
-static INLINE Units broadcast_unit(uint32_t value) { return value - Units{}; }
 static INLINE Integers lane_numbers() { return Integers{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 // --- number types ------------------------------------------------------------------------------------------
@@ -108,22 +107,34 @@ static INLINE void store_floats(Type* to, Floats values, int count) {
 
 // --- arithmetic --------------------------------------------------------------------------------------------
 
-// `sums` plus the products of one unit with sixteen units, lane by lane.
+// What the processor holds in one register: products work on these, lest the compiler spill the wide ones.
+#if defined(__AVX512F__)
+constexpr int PART_LANES = 16;
+#elif defined(__AVX__)
+constexpr int PART_LANES = 8;
+#else
+constexpr int PART_LANES = 4;
+#endif
+typedef float Part __attribute__((vector_size(4 * PART_LANES)));
+typedef uint32_t PartUnits __attribute__((vector_size(4 * PART_LANES)));
+
+// `sums` plus the products of one unit with many, lane by lane.
 template <class Type>
-static INLINE Floats multiply_add(Floats sums, uint32_t left, Units right);
+static INLINE Part multiply_add(Part sums, uint32_t left, PartUnits right);
 
 template <>
-INLINE Floats multiply_add<float>(Floats sums, uint32_t left, Units right) {
-    return sums + (Floats)broadcast_unit(left) * (Floats)right;
+INLINE Part multiply_add<float>(Part sums, uint32_t left, PartUnits right) {
+    return sums + (Part)(left - PartUnits{}) * (Part)right;
 }
 
 template <>
-INLINE Floats multiply_add<bfloat16>(Floats sums, uint32_t left, Units right) {
+INLINE Part multiply_add<bfloat16>(Part sums, uint32_t left, PartUnits right) {
 #ifdef __AVX512BF16__
-    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)broadcast_unit(left), (__m512bh)right);
+    return (Part)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(left - PartUnits{}), (__m512bh)right);
 #else
-    sums = sums + (Floats)broadcast_unit(left << 16) * (Floats)(right << 16);
-    return sums + (Floats)broadcast_unit(left & 0xffff0000) * (Floats)(right & 0xffff0000);
+    PartUnits both = left - PartUnits{};
+    sums = sums + (Part)(both << 16) * (Part)(right << 16);
+    return sums + (Part)(both & 0xffff0000) * (Part)(right & 0xffff0000);
 #endif
 }
 

@@ -30,6 +30,7 @@ from executor.kernels.library import (
     SamplingCall,
 )
 from executor.kv_cache import LayerCache
+from executor.memory import Arena
 from executor.operations.base import Activation, Linear, Norm, StepTensors
 from executor.philox import uniforms
 
@@ -92,6 +93,7 @@ class CpuOperations:
         self._spec = spec
         self._is_bfloat16 = spec.dtype == torch.bfloat16
         self._numbers_per_unit = 4 // spec.dtype.itemsize
+        self._arena = Arena()
         self._buffers = Buffers()
         self.name = f"{kernels.name} kernels"
 
@@ -134,7 +136,7 @@ class CpuOperations:
         in_features, out_features = features
         weight = weight.contiguous()
         depth = padded(in_features, UNIT_PADDING)
-        packed = torch.empty(num_columns * depth, dtype=self._spec.dtype)
+        packed = self._arena.zeros(num_columns * depth, self._spec.dtype)
         self._kernels.pack_weight(
             weight.data_ptr(), weight.shape[0], in_features, gated, packed.data_ptr(), self._is_bfloat16
         )

@@ -396,6 +396,7 @@ class StepOutput(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     STEP_ID_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
     message_id: _builtins.int
     """Counted from 1 on this stream."""
     step_id: _builtins.int
@@ -424,6 +425,12 @@ class StepOutput(_message.Message):
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceStarted]:
         """Sequences whose first prompt tokens were scheduled, with what the cache gave."""
 
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Handles whose Submit was taken in: from now on it ends exactly once. Comes before anything else of them; a
+        Submit that is refused is told by its Finished alone.
+        """
+
     def __init__(
         self,
         *,
@@ -435,10 +442,11 @@ class StepOutput(_message.Message):
         finished: _abc.Iterable[Global___SequenceFinished] | None = ...,
         started: _abc.Iterable[Global___SequenceStarted] | None = ...,
         step_id: _builtins.int = ...,
+        accepted: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "handles", b"handles", "logprobs", b"logprobs", "message_id", b"message_id", "num_tokens", b"num_tokens", "started", b"started", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "handles", b"handles", "logprobs", b"logprobs", "message_id", b"message_id", "num_tokens", b"num_tokens", "started", b"started", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

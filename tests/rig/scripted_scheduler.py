@@ -53,6 +53,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             dtype="float32",
         )
         self.serving = True
+        self.accepts = True  # takes every Submit in at once
         self.reason = ""
         self.streams: list[Stream] = []
         self.submits: list[scheduler_pb2.Submit] = []  # every one, parts joined, in order of arrival
@@ -143,7 +144,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 case "hello":
                     await self._greet(stream)
                 case "submit":
-                    self._take(stream, message.submit)
+                    await self._take(stream, message.submit)
                 case "cancel":
                     self.cancels.append(message.cancel)
                 case "ack":
@@ -159,13 +160,15 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         if self.welcome is not None:
             await stream.context.write(scheduler_pb2.SchedulerMessage(welcome=self.welcome))
 
-    def _take(self, stream: Stream, submit: scheduler_pb2.Submit) -> None:
+    async def _take(self, stream: Stream, submit: scheduler_pb2.Submit) -> None:
         whole = stream.submits.setdefault(submit.handle, submit)
         if whole is not submit:
             whole.prompt_token_ids.extend(submit.prompt_token_ids)
         if submit.HasField("part") and submit.part.index + 1 < submit.part.count:
             return
         self.submits.append(whole)
+        if self.accepts:
+            await self.send(scheduler_pb2.StepOutput(accepted=[whole.handle]))
         if self.script is not None:
             task = asyncio.create_task(self._play(stream, whole, self.script(whole)))
             self._tasks.add(task)

@@ -6,7 +6,7 @@ from scheduler import audit
 from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
 from scheduler.plan import BatchPlan, Capacity
-from scheduler.policy import Limits
+from scheduler.policy import Admission, Limits
 from scheduler.sequence import Request, Sequence, State
 from tests.rig.checking_executor import CheckingExecutor, capacity, expected_output
 
@@ -18,7 +18,11 @@ class Harness:
         self, limits: Limits | None = None, batching: Batching = Batching.ITERATION, **capacities: int
     ) -> None:
         self.capacity: Capacity = capacity(**capacities)
-        self.core = SchedulerCore(limits or Limits(watermark=0.0), batching, padding_sampling=b"padding")
+        self.core = SchedulerCore(
+            limits or Limits(watermark=0.0, admission=Admission.OPTIMISTIC),
+            batching,
+            padding_sampling=b"padding",
+        )
         self.requests: dict[bytes, Request] = {}
         self.sequences: dict[str, Sequence] = {}
         self.now = 0.0

@@ -3,6 +3,7 @@
 from array import array
 
 from scheduler.sequence import Event, Request, Sequence
+from scheduler.tenants import Tenant, TenantLimits
 
 
 def request(name: str = "r", prompt_len: int = 4, max_tokens: int = 8, **fields: object) -> Request:
@@ -16,9 +17,13 @@ def request(name: str = "r", prompt_len: int = 4, max_tokens: int = 8, **fields:
     )
 
 
-def waiting(name: str = "r", order: int = 1, *, output: int = 0, **fields: object) -> Sequence:
+def waiting(
+    name: str = "r", order: int = 1, *, output: int = 0, tenant: Tenant | None = None, **fields: object
+) -> Sequence:
     """A sequence that waits, submitted with `output` ids."""
-    return Sequence.of(request(name, **fields), array("I", range(50, 50 + output)), order)  # type: ignore[arg-type]
+    tenant = tenant or Tenant("", TenantLimits())
+    ids = array("I", range(50, 50 + output))
+    return Sequence.of(request(name, **fields), tenant, ids, order)  # type: ignore[arg-type]
 
 
 def running(name: str = "r", order: int = 1, *, won: int = 0, blocks: int = 0, **fields: object) -> Sequence:

@@ -5,10 +5,10 @@ from array import array
 import pytest
 
 from scheduler.batching import Batching
-from scheduler.core import RefusedError
+from scheduler.door import RefusedError
 from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import StepResult
-from scheduler.policy import Limits
+from scheduler.policy import Admission, Limits
 from scheduler.sequence import FinishReason, Sequence, State, StatusCode
 from tests.rig.checking_executor import expected_output
 from tests.scheduler.harness import EXECUTOR, Harness
@@ -17,7 +17,9 @@ WINDOWS = pytest.mark.parametrize("window", [1, 2])
 
 
 def limits(window: int = 2, **fields: object) -> Limits:
-    return Limits(window=window, **({"watermark": 0.0} | fields))  # type: ignore[arg-type]
+    """Optimistic admission, since that is where preemptions are easy to provoke."""
+    defaults = {"watermark": 0.0, "admission": Admission.OPTIMISTIC}
+    return Limits(window=window, **(defaults | fields))  # type: ignore[arg-type]
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -180,16 +182,19 @@ def test_b09_recompute_covers_prompt_and_output(window: int) -> None:
 
 
 @WINDOWS
-def test_b13_a_preempted_request_returns_only_when_that_pays(window: int) -> None:
+@pytest.mark.parametrize(("priority", "victim"), [(0, "A"), (1, "B")])  # the cheaper; the less important
+def test_b13_a_preempted_request_returns_only_when_that_pays(window: int, priority: int, victim: str) -> None:
     h = Harness(limits(window), num_blocks=20, block_size=16, max_num_batched_tokens=32, max_seq_len=512)
     h.submit("A", prompt(64, 1), 120, ignore_eos=True)
-    seq = h.submit("B", prompt(200, 2), 60, ignore_eos=True)
+    h.submit("B", prompt(200, 2), 60, priority=priority, ignore_eos=True)
     h.run_to_end()
     h.check_outputs()
-    assert 1 <= seq.num_preemptions <= 2
-    rows = [row for plan in h.plans for row in zip(plan.rows, plan.num_tokens, strict=True)]
-    computed = sum(count for row, count in rows if row is seq)
-    assert computed <= 3 * (200 + 60)
+    assert 1 <= h.sequences[victim].num_preemptions <= 2
+    assert h.core.counters.preemptions == h.sequences[victim].num_preemptions
+    for seq in h.sequences.values():
+        rows = [row for plan in h.plans for row in zip(plan.rows, plan.num_tokens, strict=True)]
+        computed = sum(count for row, count in rows if row is seq)
+        assert computed <= 3 * seq.max_len
 
 
 @WINDOWS

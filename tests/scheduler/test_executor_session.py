@@ -24,6 +24,7 @@ def plan_of(session: ExecutorSession) -> BatchPlan:
         positions_sum=0,
         num_samples=[],
         rows=[],
+        filled=[],
         left=[],
     )
 

@@ -15,6 +15,7 @@ from scheduler.sequence import (
     StatusCode,
     end_of_output,
 )
+from scheduler.tenants import Tenant, TenantLimits
 from tests.scheduler.sequences import request, waiting
 
 EOS = frozenset({2, 3})
@@ -56,7 +57,7 @@ def test_the_last_token_of_all_is_known_and_never_fed() -> None:
 
 def test_a_sequence_does_not_share_the_ids_of_its_request() -> None:
     asked = request()
-    seq = Sequence.of(asked, array("I"), 1)
+    seq = Sequence.of(asked, Tenant("", TenantLimits()), array("I"), 1)
     seq.token_ids.append(9)
     assert list(asked.prompt_token_ids) == [1, 2, 3, 4]
 

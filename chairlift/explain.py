@@ -1,0 +1,55 @@
+"""`chairlift explain ID`: where the time of one request went, step by step, with reasons."""
+
+import argparse
+import asyncio
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from chairlift.client import DEFAULT_ADDRESS, CallError, router_at
+from protos.v1 import router_pb2
+from rpc.address import Address, AddressError
+
+_BAR_CHARACTERS = 24
+
+
+def main(argv: list[str]) -> int:
+    """Asks the router and prints the time line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="chairlift explain", description=__doc__.partition(": ")[2])
+    parser.add_argument("request_id", help="the id that Accepted told")
+    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="the router (default: %(default)s)")
+    options = parser.parse_args(argv)
+    try:
+        address = Address.parse(options.address, field="--address")
+        response = asyncio.run(_ask(address, options.request_id))
+    except (AddressError, CallError) as error:
+        print(f"chairlift explain: {error}", file=sys.stderr)
+        return 1
+    Console(highlight=False).print(table(response))
+    return 0
+
+
+async def _ask(address: Address, request_id: str) -> router_pb2.ExplainResponse:
+    async with router_at(address) as router:
+        return await router.Explain(router_pb2.ExplainRequest(request_id=request_id), timeout=10)
+
+
+def table(response: router_pb2.ExplainResponse) -> Table:
+    """One row a stretch, with its share of the whole drawn as a bar."""
+    total = max((entry.start_seconds + entry.duration_seconds for entry in response.entries), default=0.0)
+    result = Table(
+        "choice", "from s", "for s", "share", "reason", "step", "detail", title=response.request_id
+    )
+    for entry in response.entries:
+        width = round(_BAR_CHARACTERS * entry.duration_seconds / total) if total else 0
+        result.add_row(
+            str(entry.index),
+            f"{entry.start_seconds:.3f}",
+            f"{entry.duration_seconds:.3f}",
+            "█" * width,
+            entry.reason,
+            str(entry.step_id or ""),
+            entry.detail,
+        )
+    return result

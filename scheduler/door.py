@@ -1,0 +1,137 @@
+"""Who is not taken in, and why: the checks of a new request, each with a sentence for its client.
+
+A resubmission of a request that its client was already told to be accepted is counted everywhere and refused
+nowhere but for being impossible. Pure.
+"""
+
+from typing import TYPE_CHECKING
+
+from scheduler import entrance
+from scheduler.sequence import Request, Sequence, StatusCode
+from scheduler.tenants import Tenant
+from scheduler.token_ids import NO_IDS
+from scheduler.waiting import Policy
+
+if TYPE_CHECKING:
+    from scheduler.core import SchedulerCore
+
+
+class RefusedError(Exception):
+    """A request that is not taken in: a sentence for the client, and the status it gets."""
+
+    def __init__(
+        self, status_code: StatusCode, message: str, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+        self.message = message
+        self.retry_after_seconds = retry_after_seconds
+
+
+def check_same_body(live: Request, request: Request) -> None:
+    """A key that lives is attached only by the same request."""
+    if live.body_digest != request.body_digest:
+        raise RefusedError(
+            StatusCode.ALREADY_EXISTS,
+            f"request_id {request.request_id!r} is in use by a different request; choose another",
+        )
+
+
+def check(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -> None:
+    """Raises RefusedError when the request is not taken in; else charges its rates."""
+    _check_fits(core, request)
+    num_tokens = len(request.prompt_token_ids) + request.max_tokens
+    if not request.accepted_before:
+        _check_queue(core, request, now)
+        _check_tenant(tenant, request, num_tokens, now)
+        _check_hopeless(core, request, tenant, now)
+    if tenant.requests is not None:
+        tenant.requests.take(1, now)
+    if tenant.tokens is not None:
+        tenant.tokens.take(num_tokens, now)
+
+
+def _check_fits(core: "SchedulerCore", request: Request) -> None:
+    lengths = f"prompt has {len(request.prompt_token_ids)} tokens and max_tokens is {request.max_tokens}"
+    if not request.prompt_token_ids or request.max_tokens < 1:
+        raise RefusedError(StatusCode.INVALID_ARGUMENT, f"{lengths}: each must be at least 1")
+    if not core.executors:
+        if request.accepted_before:
+            return
+        raise RefusedError(StatusCode.UNAVAILABLE, "no executor is attached; try again when one is")
+    num_tokens = len(request.prompt_token_ids) + request.max_tokens
+    if num_tokens > core.max_total_tokens:
+        raise RefusedError(
+            StatusCode.INVALID_ARGUMENT,
+            f"{lengths}: their sum {num_tokens} must be at most {core.max_total_tokens}",
+        )
+
+
+def _check_queue(core: "SchedulerCore", request: Request, now: float) -> None:
+    limits = core.limits
+    num_waiting = len(core.waiting)
+    if limits.max_queued is not None:
+        free_seats = sum(max(0, state.max_num_seqs - len(state.running)) for state in core.executors.values())
+        if num_waiting - free_seats >= limits.max_queued:
+            sentence = f"{num_waiting} requests are waiting, the limit is {limits.max_queued}"
+            raise _overloaded(core, sentence, now)
+    if limits.max_queued_tokens is not None:
+        num_tokens = len(request.prompt_token_ids)
+        if num_tokens > limits.max_queued_tokens:
+            raise RefusedError(
+                StatusCode.INVALID_ARGUMENT,
+                f"the prompt has {num_tokens} tokens, the whole queue at most {limits.max_queued_tokens}",
+            )
+        if core.waiting.num_tokens + num_tokens > limits.max_queued_tokens:
+            sentence = (
+                f"{core.waiting.num_tokens} prompt tokens are waiting and this request has {num_tokens}, "
+                f"the limit is {limits.max_queued_tokens}"
+            )
+            raise _overloaded(core, sentence, now)
+
+
+def _check_tenant(tenant: Tenant, request: Request, num_tokens: int, now: float) -> None:
+    limits = tenant.limits
+    whose = f"tenant {tenant.name!r}"
+    if limits.max_queued is not None and tenant.num_waiting >= limits.max_queued:
+        sentence = f"{whose} has {tenant.num_waiting} requests waiting, its limit is {limits.max_queued}"
+        raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, sentence, 1.0)
+    if limits.max_queued_tokens is not None:
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens > limits.max_queued_tokens:
+            raise RefusedError(
+                StatusCode.INVALID_ARGUMENT,
+                f"the prompt has {num_prompt_tokens} tokens, "
+                f"the whole queue of {whose} at most {limits.max_queued_tokens}",
+            )
+        waiting = tenant.num_waiting_tokens + num_prompt_tokens
+        if waiting > limits.max_queued_tokens:
+            sentence = f"{whose} would have {waiting} tokens waiting, its limit is {limits.max_queued_tokens}"
+            raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, sentence, 1.0)
+    for limiter, amount, unit in ((tenant.requests, 1, "requests"), (tenant.tokens, num_tokens, "tokens")):
+        wait = limiter.seconds_until(amount, now) if limiter is not None else 0.0
+        if limiter is not None and wait > 0:
+            sentence = f"{whose} is at its rate limit of {limiter.per_minute:g} {unit} a minute"
+            raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, f"{sentence}; try again in {wait:.1f} s", wait)
+
+
+def _check_hopeless(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -> None:
+    """Under the deadline policy, work that cannot be done in time is not begun."""
+    if core.limits.policy is not Policy.DEADLINE or request.deadline is None or request.deadline <= now:
+        return
+    num_waiting = len(core.waiting)
+    wait = core.drain_rate.predicted_wait(num_waiting, now) if num_waiting else 0.0
+    service = entrance.remaining_service(core, Sequence.of(request, tenant, NO_IDS, 0))
+    if now + service > request.deadline:
+        left = request.deadline - now
+        raise RefusedError(
+            StatusCode.RESOURCE_EXHAUSTED,
+            f"the deadline is in {left:.2f} s and this request alone is expected to take {service:.2f} s "
+            f"after a wait of {wait:.2f} s",
+            max(wait, 0.05),
+        )
+
+
+def _overloaded(core: "SchedulerCore", sentence: str, now: float) -> RefusedError:
+    wait = core.drain_rate.predicted_wait(len(core.waiting), now)
+    return RefusedError(StatusCode.RESOURCE_EXHAUSTED, f"{sentence}; try again in {wait:.1f} s", wait)

@@ -1,0 +1,167 @@
+"""Who may enter the batch of one executor now, and who makes way for whom.
+
+Reads the core, and changes nothing but the queue's marks for those who are passed over. Pure.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scheduler import policy
+from scheduler.executor_state import ExecutorState
+from scheduler.explain import Reason
+from scheduler.policy import Admission
+from scheduler.sequence import Sequence
+from scheduler.waiting import Policy
+
+if TYPE_CHECKING:
+    from scheduler.core import SchedulerCore
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """It may enter; these blocks of its beginning were found."""
+
+    matched: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Too few blocks: it holds back those behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """It waits for something of its own, and holds nobody back."""
+
+    reason: Reason
+    detail: str
+
+
+def obstacle(state: ExecutorState, head: Sequence | None, *, has_budget: bool) -> Reason | None:
+    """What keeps anybody from entering, blocks aside."""
+    if head is None:
+        return None
+    if len(state.running) >= state.max_num_seqs:
+        return Reason.QUEUED_FOR_SEAT
+    return None if has_budget else Reason.QUEUED_FOR_TOKENS
+
+
+def find(
+    core: "SchedulerCore", state: ExecutorState, seq: Sequence, *, follows: bool
+) -> Fits | Blocked | PassedOver | None:
+    """Whether `seq`, the next one, may enter; None when its names are still being made."""
+    tenant = seq.tenant
+    num_blocks = state.blocks.blocks_for(len(seq.token_ids))
+    if not tenant.may_run_one_more or not tenant.may_hold(num_blocks):
+        core.waiting.set_aside(tenant)
+        return PassedOver(Reason.QUEUED_FOR_TENANT, f"tenant {tenant.name!r} is at its own limit")
+    matched = state.cache.matched(seq)
+    state.is_hashing = matched is None
+    if matched is None:
+        return None
+    leader = state.cache.leader_of(seq, len(matched)) if follows else None
+    if leader is not None:
+        core.waiting.park(seq)
+        state.cache.follow(seq, leader)
+        return PassedOver(Reason.QUEUED_FOR_PREFIX, f"{leader.request.request_id} is computing its beginning")
+    if state.too_full_for is seq:
+        return Blocked()
+    if _has_room(core, state, seq, matched):
+        return Fits(matched)
+    state.too_full_for = seq
+    return Blocked()
+
+
+def _has_room(
+    core: "SchedulerCore",
+    state: ExecutorState,
+    seq: Sequence,
+    matched: list[int],
+    leaving: Iterable[Sequence] = (),
+    num_taken: int = 0,
+) -> bool:
+    """Whether there are blocks for its whole context, and for what it and the running will grow by.
+
+    `leaving` are taken to be gone, and `num_taken` blocks to be needed by those who stay. Shared blocks cost
+    nothing, unless nobody held them.
+    """
+    blocks = state.blocks
+    used = set(matched)
+    gone = set(leaving)
+    num_idle = blocks.num_idle_among(matched)
+    num_free = (
+        blocks.num_free
+        - num_taken
+        + sum(
+            blocks.num_private(block_id for block_id in member.block_table if block_id not in used)
+            for member in gone
+        )
+    )
+    if blocks.blocks_for(len(seq.token_ids)) - len(matched) > num_free - num_idle:
+        return False
+    running = state.running.values()
+    staying = [member for member in running if member not in gone] if gone else running
+    if not staying:
+        return True  # alone it fits: `submit` and `attach` saw to that
+    match core.limits.admission:
+        case Admission.RESERVE:
+            needed, limit = policy.blocks_to_reserve(seq, staying, blocks.block_size), blocks.num_blocks
+        case Admission.FORECAST:
+            needed = policy.blocks_expected(seq, staying, blocks.block_size, core.lengths)
+            limit = blocks.num_blocks - state.watermark_blocks
+        case Admission.OPTIMISTIC:
+            needed = policy.blocks_to_begin(seq, staying, blocks.block_size)
+            limit = num_free + len(matched) - num_idle - state.watermark_blocks
+    return needed <= limit
+
+
+def who_makes_way(core: "SchedulerCore", state: ExecutorState, head: Sequence) -> list[Sequence]:
+    """Less important sequences whose leaving lets `head` enter now; empty when it needs or gets none."""
+    tenant = head.tenant
+    if not tenant.may_run_one_more or not tenant.may_hold(state.blocks.blocks_for(len(head.token_ids))):
+        return []
+    matched = state.cache.matched(head)
+    if matched is None or state.cache.leader_of(head, len(matched)) is not None:
+        return []
+    num_seats = len(state.running) + 1 - state.max_num_seqs
+
+    num_taken = sum(seq.needs_block for seq in state.running.values())  # in this very step, before `head`
+    has_room = _has_room(core, state, head, matched, num_taken=num_taken)
+
+    def suffices(leaving: list[Sequence]) -> bool:
+        return len(leaving) >= num_seats and (
+            has_room or _has_room(core, state, head, matched, leaving, num_taken)
+        )
+
+    # Where a seat is all that lacks, blocks stay as they are, and are found again.
+    keeps_blocks = has_room and core.limits.prefix_caching
+    return policy.displaced(
+        head,
+        state.running.values(),
+        suffices=suffices,
+        recompute_tokens=state.recompute_tokens,
+        max_recompute_tokens=math.inf if keeps_blocks else policy.worth(head),
+    )
+
+
+def latest_start(core: "SchedulerCore", seq: Sequence) -> float:
+    """When `seq` must begin to be done by its deadline; never, when it has none or nobody orders by it."""
+    deadline = seq.request.deadline
+    if deadline is None or core.limits.policy is not Policy.DEADLINE:
+        return float("inf")
+    return deadline - remaining_service(core, seq)
+
+
+def remaining_service(core: "SchedulerCore", seq: Sequence) -> float:
+    """Seconds that `seq` will take once it runs, by the measured step times; 0 while nothing was measured."""
+    times = []
+    for state in core.executors.values():
+        line = state.step_time.line
+        if line is not None:
+            base, per_token = line
+            num_new = core.lengths.remaining(seq.num_output_tokens, seq.request.max_tokens)
+            width = max(1, len(state.running))
+            times.append((len(seq.token_ids) * per_token + num_new * (base + width * per_token)) / 1e6)
+    return min(times, default=0.0)

@@ -1,0 +1,161 @@
+"""Where one request's time went.
+
+While it runs, a sequence only notes when something about it changes. While it waits, the reason is the same
+for everybody who waits: what keeps the next one from entering. So one clock for each reason runs in the core,
+and a waiting sequence takes its readings when it begins and when it ends to wait: no step costs more for how
+many wait.
+
+The durations of a sequence's entries add up to the time since it came in. Pure: time is an argument.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+
+_ROUNDING = 1e-9  # seconds
+MAX_KEPT = 1024  # requests whose time lines are kept after their end
+
+
+class Reason(Enum):
+    """What a stretch of time was spent on."""
+
+    QUEUED_FOR_SEAT = "queued_for_seat"
+    QUEUED_FOR_BLOCKS = "queued_for_blocks"
+    QUEUED_FOR_TOKENS = "queued_for_tokens"  # the step's token budget was used up
+    QUEUED_FOR_EXECUTOR = "queued_for_executor"  # none was there, or none took newcomers
+    QUEUED_FOR_STEP = "queued_for_step"  # nothing stood in the way but the step in flight
+    QUEUED_FOR_PREFIX = "queued_for_prefix"  # another request was just computing its beginning
+    QUEUED_FOR_TENANT = "queued_for_tenant"  # its tenant was at a limit of its own
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+SHARED = (
+    Reason.QUEUED_FOR_SEAT,
+    Reason.QUEUED_FOR_BLOCKS,
+    Reason.QUEUED_FOR_TOKENS,
+    Reason.QUEUED_FOR_EXECUTOR,
+    Reason.QUEUED_FOR_STEP,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A stretch of one sequence's life; times in seconds since it came in."""
+
+    start: float
+    duration: float
+    reason: Reason
+    step_id: int
+    detail: str = ""
+
+
+class ReasonClocks:
+    """How long each shared reason has been what keeps the next one from entering."""
+
+    __slots__ = ("_reason", "_since", "_totals")
+
+    def __init__(self) -> None:
+        self._totals = dict.fromkeys(SHARED, 0.0)
+        self._reason = Reason.QUEUED_FOR_EXECUTOR
+        self._since = 0.0
+
+    def set(self, reason: Reason, now: float) -> None:
+        """From now on this is the reason."""
+        if reason is not self._reason:
+            self._totals[self._reason] += max(0.0, now - self._since)
+            self._reason, self._since = reason, now
+
+    def readings(self, now: float) -> tuple[float, ...]:
+        """All clocks, in the order of SHARED."""
+        return tuple(
+            total + (max(0.0, now - self._since) if reason is self._reason else 0.0)
+            for reason, total in self._totals.items()
+        )
+
+
+class TimeLine:
+    """One sequence's entries so far, and the stretch that is open."""
+
+    __slots__ = ("_arrival", "_detail", "_readings", "_reason", "_since", "_step_id", "entries")
+
+    def __init__(self, arrival: float, now: float, clocks: ReasonClocks) -> None:
+        self.entries: list[Entry] = []
+        self._arrival = arrival
+        self._since = arrival
+        self._reason: Reason | None = None
+        self._readings = clocks.readings(now)
+        self._step_id = 0
+        self._detail = "" if now <= arrival else f"{now - arrival:.3f} s of it at earlier schedulers"
+
+    def wait(
+        self, now: float, clocks: ReasonClocks, *, step_id: int, detail: str, own: Reason | None = None
+    ) -> None:
+        """It waits from now on: for its `own` reason, or for what everybody waits for."""
+        self.close(now, clocks)
+        self._reason, self._readings, self._step_id, self._detail = own, clocks.readings(now), step_id, detail
+
+    def run(
+        self, reason: Reason, now: float, clocks: ReasonClocks, *, step_id: int, detail: str = ""
+    ) -> None:
+        """It is in a batch from now on."""
+        self.close(now, clocks)
+        self._reason, self._step_id, self._detail = reason, step_id, detail
+
+    def close(self, now: float, clocks: ReasonClocks) -> None:
+        """Ends the open stretch."""
+        span = now - self._since
+        if span <= 0:
+            return
+        if self._reason is not None:
+            self._add(self._since, span, self._reason)
+        else:
+            self._close_wait(span, clocks.readings(now))
+        self._since = now
+
+    def _close_wait(self, span: float, readings: tuple[float, ...]) -> None:
+        """Shares the wait out among the reasons whose clocks ran; what no clock saw was waited elsewhere."""
+        shares = [
+            (reason, end - start) for reason, end, start in zip(SHARED, readings, self._readings, strict=True)
+        ]
+        start = self._since
+        unseen = span - sum(share for _, share in shares)
+        if unseen > _ROUNDING:
+            self._add(start, unseen, Reason.QUEUED_FOR_EXECUTOR)
+            start += unseen
+        for reason, share in shares:
+            if share > 0:
+                self._add(start, share, reason)
+                start += share
+
+    def _add(self, start: float, duration: float, reason: Reason) -> None:
+        self.entries.append(Entry(start - self._arrival, duration, reason, self._step_id, self._detail))
+
+    def so_far(self, now: float, clocks: ReasonClocks) -> list[Entry]:
+        """All entries, the open stretch included, without ending it."""
+        copy = TimeLine.__new__(TimeLine)
+        for name in self.__slots__:
+            setattr(copy, name, getattr(self, name))
+        copy.entries = list(self.entries)
+        copy.close(now, clocks)
+        return copy.entries
+
+
+class TimeLines:
+    """Time lines of the last requests that ended, by request id and choice."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, dict[int, list[Entry]]] = OrderedDict()
+
+    def keep(self, request_id: str, sample_index: int, entries: list[Entry]) -> None:
+        """Keeps the line of a choice that has ended."""
+        self._kept.setdefault(request_id, {})[sample_index] = entries
+        self._kept.move_to_end(request_id)
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def of(self, request_id: str) -> dict[int, list[Entry]]:
+        """The lines kept under this id, by choice; empty when there are none."""
+        return dict(self._kept.get(request_id, {}))

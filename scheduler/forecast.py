@@ -1,0 +1,64 @@
+"""How many blocks the running will still need, at most, before enough of them have ended.
+
+Each running sequence grows by one token a step until it ends. Sorted by what is still to come, longest first,
+the need is largest at one of the ends: when the i-th ends, it and the i - 1 that go on longer hold what they
+hold now and have grown by its remaining tokens ("Past-Future Scheduler for LLM Serving", ASPLOS'25, uses the
+same peak). What is still to come is bounded by the limit of each request and expected from the lengths seen.
+
+Pure.
+"""
+
+from collections.abc import Iterable, Sequence
+
+_BUCKETS = 24  # output lengths by powers of two
+_FORGET = 0.999  # weight of the past at each end: about a thousand ends of memory
+_FIRST_GUESS = 256  # output tokens
+_MIN_WEIGHT = 16.0  # ends before an expectation is worth anything
+
+
+class LengthModel:
+    """Expected remaining output, from the lengths of those that ended."""
+
+    __slots__ = ("_sums", "_weights")
+
+    def __init__(self) -> None:
+        self._weights = [0.0] * _BUCKETS
+        self._sums = [0.0] * _BUCKETS
+
+    def observe(self, num_output_tokens: int) -> None:
+        """Learns from one sequence that ended by itself."""
+        for index in range(_BUCKETS):
+            self._weights[index] *= _FORGET
+            self._sums[index] *= _FORGET
+        index = min(_BUCKETS - 1, num_output_tokens.bit_length())
+        self._weights[index] += 1.0
+        self._sums[index] += num_output_tokens
+
+    def remaining(self, num_output_tokens: int, limit: int) -> int:
+        """Expected further tokens of one that has put out so many and may put out `limit` in all.
+
+        The mean of the observed lengths in its own and the longer buckets. With too little observed, all it
+        may, but no more than a first guess: limits are often left at the model's length, and hardly reached.
+        """
+        at_most = limit - num_output_tokens
+        if sum(self._weights) < _MIN_WEIGHT:
+            return min(at_most, max(_FIRST_GUESS, num_output_tokens))
+        first = min(_BUCKETS - 1, num_output_tokens.bit_length())
+        weight = sum(self._weights[first:])
+        if weight < 1.0:
+            return at_most
+        expected = sum(self._sums[first:]) / weight
+        # At least as much again as a tenth of what it has: the longer it runs, the longer it goes on.
+        return max(0, min(at_most, max(round(expected) - num_output_tokens, num_output_tokens // 10 + 1)))
+
+
+def peak_blocks(members: Iterable[tuple[int, int]], block_size: int) -> int:
+    """Largest number of blocks ever held, for members of (tokens now, tokens still to come)."""
+    by_remaining: Sequence[tuple[int, int]] = sorted(members, key=lambda item: -item[1])
+    held = 0
+    peak = 0
+    for count, (num_tokens, remaining) in enumerate(by_remaining, start=1):
+        held += num_tokens
+        # Every member that is still there has grown by `remaining`; each may leave a block half empty.
+        peak = max(peak, held + count * remaining + count * (block_size // 2))
+    return -(-peak // block_size)

@@ -1,0 +1,38 @@
+"""Padded request-level batches: the baseline whose finished rows are computed on until the batch ends.
+
+A finished member's seat, blocks and context go to a padding row, which decodes on and delivers to nobody. It
+is there for comparison alone; pure, and called by the core in one place each.
+"""
+
+from scheduler.batching import Batching
+from scheduler.executor_state import ExecutorState
+from scheduler.sequence import Event, Finish, FinishReason, Sequence
+
+
+def keeps_seat(state: ExecutorState, seq: Sequence, finish: Finish) -> bool:
+    """Whether a padding row takes the place of `seq`, which ends like this."""
+    return (
+        state.batching is Batching.REQUEST_PADDED
+        and not seq.is_padding
+        and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
+        and len(seq.token_ids) < state.max_total_tokens
+        and any(other is not seq and not other.is_padding for other in state.running.values())
+    )
+
+
+def padding_of(state: ExecutorState, seq: Sequence, block_table: list[int]) -> Sequence:
+    """A row that goes on where `seq` has ended."""
+    pad = Sequence(
+        seq.request, seq.tenant, seq.token_ids[:], len(seq.token_ids), state.max_total_tokens, seq.order
+    )
+    pad.is_padding = True
+    pad.num_computed_tokens = len(pad.token_ids) - 1  # its KV is there; the last token was never fed
+    pad.num_known_tokens = len(pad.token_ids)
+    pad.block_table = block_table
+    pad.move(Event.ADMIT)
+    return pad
+
+
+def is_all_padding(state: ExecutorState) -> bool:
+    """Whether nobody is left for whom the batch is computed."""
+    return all(seq.is_padding for seq in state.running.values())

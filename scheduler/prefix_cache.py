@@ -1,0 +1,154 @@
+"""Names for the content of KV blocks: equal names, equal KV.
+
+So a prompt whose beginning was computed before, or is just being computed for somebody else, is not computed
+again.
+
+The key of a block is a keyed 128-bit BLAKE2b hash over (key of the block before it, the block's token ids).
+The chain starts from the cache salt and the model's fingerprint, so that whatever must separate users or
+models separates every block behind it. The hash is cryptographic and its secret is random in each scheduler
+process, so a client can neither find nor provoke a collision: a hit needs no comparison of tokens.
+
+Only full blocks have keys, and of a sequence's known tokens at least one is always left to compute: without a
+row there would be nothing to sample from. Pure: the secret comes in as an argument.
+"""
+
+from hashlib import blake2b
+
+from scheduler.blocks import BlockManager
+from scheduler.sequence import Follower, Sequence
+from scheduler.token_ids import TokenIds
+
+KEY_BYTES = 16
+MAX_KEYS_AT_ONCE = 512  # about half a millisecond of hashing: longer prompts take several steps
+
+
+class PrefixCache:
+    """What one executor's blocks hold, and who is computing what is not there yet."""
+
+    __slots__ = (
+        "_blocks",
+        "_computing",
+        "_fingerprint",
+        "_is_on",
+        "_secret",
+        "num_hit_tokens",
+        "num_query_tokens",
+    )
+
+    def __init__(self, blocks: BlockManager, *, secret: bytes, fingerprint: str, is_on: bool = True) -> None:
+        self._blocks = blocks
+        self._secret = secret
+        self._fingerprint = fingerprint.encode()
+        self._is_on = is_on
+        self._computing: dict[bytes, Sequence] = {}  # by the key of the block that its prompt fills next
+        self.num_query_tokens = 0  # prompt tokens of first admissions
+        self.num_hit_tokens = 0  # of them, not computed
+
+    # --- finding -----------------------------------------------------------------------------------------
+
+    def matched(self, seq: Sequence) -> list[int] | None:
+        """The longest run of blocks, from the start of `seq`, whose content is there.
+
+        None when its keys are not all made yet: a very long prompt is hashed in slices, one a step.
+        """
+        found: list[int] = []
+        usable = (len(seq.token_ids) - 1) // self._blocks.block_size if self._is_on else 0
+        limit = len(seq.block_keys) + MAX_KEYS_AT_ONCE
+        while len(found) < usable:
+            if len(found) >= limit:
+                return None
+            self._make_keys(seq, len(found) + 1)
+            block_id = self._blocks.find(seq.block_keys[len(found)])
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def leader_of(self, seq: Sequence, num_matched: int) -> Sequence | None:
+        """Who is just computing the block of `seq` that comes after its first `num_matched`, if anybody.
+
+        Its followers get the blocks they share with it sooner than by computing them beside it, since both
+        would draw on one token budget.
+        """
+        if not self._computing or num_matched >= (len(seq.token_ids) - 1) // self._blocks.block_size:
+            return None
+        self._make_keys(seq, num_matched + 1)
+        return self._computing.get(seq.block_keys[num_matched])
+
+    def follow(self, seq: Sequence, leader: Sequence) -> None:
+        """`seq` waits until the blocks that it shares with `leader` are there."""
+        size = self._blocks.block_size
+        usable = (len(seq.token_ids) - 1) // size
+        num_shared = _common_prefix(seq.token_ids, leader.token_ids) // size
+        leader.followers.append(Follower(seq, min(usable, num_shared)))
+
+    # --- making known ------------------------------------------------------------------------------------
+
+    def begin(self, seq: Sequence, num_matched: int) -> None:
+        """`seq` was admitted; its first blocks were found here."""
+        seq.num_registered_blocks = num_matched
+        self._announce(seq)
+
+    def register(self, seq: Sequence, num_computed_tokens: int) -> list[Sequence]:
+        """Blocks of `seq` that are full, and whose steps have answered, can be found from now on.
+
+        Returns the followers that need not wait any more.
+        """
+        num_full = num_computed_tokens // self._blocks.block_size
+        if not self._is_on or num_full <= seq.num_registered_blocks:
+            return []
+        self._withdraw(seq)
+        self._make_keys(seq, num_full)
+        for index in range(seq.num_registered_blocks, num_full):
+            self._blocks.register(seq.block_table[index], seq.block_keys[index])
+        seq.num_registered_blocks = num_full
+        self._announce(seq)
+        served = [item.seq for item in seq.followers if item.num_blocks <= num_full]
+        if served:
+            seq.followers = [item for item in seq.followers if item.num_blocks > num_full]
+        return served
+
+    def end(self, seq: Sequence) -> list[Sequence]:
+        """`seq` leaves. Returns its followers: they must look again."""
+        self._withdraw(seq)
+        seq.num_registered_blocks = 0
+        followers, seq.followers = [item.seq for item in seq.followers], []
+        return followers
+
+    def _announce(self, seq: Sequence) -> None:
+        index = seq.num_registered_blocks
+        if self._is_on and index < len(seq.token_ids) // self._blocks.block_size:
+            self._make_keys(seq, index + 1)
+            self._computing.setdefault(seq.block_keys[index], seq)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        index = seq.num_registered_blocks
+        if index < len(seq.block_keys) and self._computing.get(seq.block_keys[index]) is seq:
+            del self._computing[seq.block_keys[index]]
+
+    # --- keys --------------------------------------------------------------------------------------------
+
+    def _make_keys(self, seq: Sequence, count: int) -> None:
+        keys = seq.block_keys
+        size = self._blocks.block_size
+        for index in range(len(keys), count):
+            parent = keys[-1] if keys else self._root(seq)
+            block = seq.token_ids[index * size : (index + 1) * size].tobytes()
+            keys.append(blake2b(parent + block, digest_size=KEY_BYTES, key=self._secret).digest())
+
+    def _root(self, seq: Sequence) -> bytes:
+        salt = seq.request.cache_salt.encode()
+        body = len(salt).to_bytes(4, "little") + salt + self._fingerprint
+        return blake2b(body, digest_size=KEY_BYTES, key=self._secret).digest()
+
+
+def _common_prefix(one: TokenIds, other: TokenIds) -> int:
+    """Length of the longest common beginning, by bisection over slices: their comparison runs in C."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

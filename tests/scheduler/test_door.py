@@ -1,0 +1,347 @@
+"""Who is refused, with which sentence; and that the door lets nothing leak."""
+
+import pytest
+
+from scheduler.door import RefusedError
+from scheduler.policy import Limits
+from scheduler.sequence import FinishReason, StatusCode
+from scheduler.tenants import TenantLimits
+from scheduler.waiting import Policy
+from tests.scheduler.harness import EXECUTOR, Harness
+
+
+def limits(**fields: object) -> Limits:
+    return Limits(watermark=0.0, **fields)  # type: ignore[arg-type]
+
+
+def refusal(h: Harness, name: str, length: int, max_tokens: int, **fields: object) -> RefusedError:
+    num_sequences, num_refused = len(h.core.sequences), h.core.counters.refused
+    with pytest.raises(RefusedError) as error:
+        h.submit(name, list(range(length)), max_tokens, **fields)
+    assert len(h.core.sequences) == num_sequences
+    assert h.core.counters.refused == num_refused + 1
+    assert str(error.value) == error.value.message
+    return error.value
+
+
+# --- what can never be ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accepted_before", [False, True])
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "sentence"),
+    [
+        (0, 4, "prompt has 0 tokens and max_tokens is 4: each must be at least 1"),
+        (4, 0, "prompt has 4 tokens and max_tokens is 0: each must be at least 1"),
+        (4, -1, "prompt has 4 tokens and max_tokens is -1: each must be at least 1"),
+        (30, 3, "prompt has 30 tokens and max_tokens is 3: their sum 33 must be at most 32"),
+        (32, 1, "their sum 33 must be at most 32"),
+    ],
+)
+def test_b01_b35_b36_b37_what_can_never_be_is_refused_naming_values_and_limit(
+    length: int, max_tokens: int, sentence: str, accepted_before: bool
+) -> None:
+    h = Harness(limits(), num_blocks=8, block_size=4)
+    error = refusal(h, "r", length, max_tokens, accepted_before=accepted_before)
+    assert error.status_code is StatusCode.INVALID_ARGUMENT
+    assert sentence in error.message
+    assert error.retry_after_seconds is None
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(31, 1), (1, 31), (30, 2)])
+def test_b35_what_just_fits_is_served(length: int, max_tokens: int) -> None:
+    h = Harness(limits(), num_blocks=8, block_size=4)
+    h.submit("r", list(range(length)), max_tokens, ignore_eos=True)
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_without_an_executor_the_new_are_told_to_come_again_and_the_accepted_wait() -> None:
+    h = Harness()
+    h.core.detach(EXECUTOR, h.now)
+    error = refusal(h, "new", 4, 4)
+    assert (error.status_code, error.message) == (
+        StatusCode.UNAVAILABLE,
+        "no executor is attached; try again when one is",
+    )
+    h.submit("old", [1], 4, accepted_before=True)
+
+
+def test_a_key_in_use_by_another_body_is_refused_by_name() -> None:
+    h = Harness()
+    h.submit("r", [1], 4, body_digest=b"one")
+    with pytest.raises(RefusedError, match="request_id 'r' is in use by a different request") as error:
+        h.submit("r", [1], 4, body_digest=b"two")
+    assert error.value.status_code is StatusCode.ALREADY_EXISTS
+
+
+# --- bounded queues -------------------------------------------------------------------------------------
+
+
+def test_b94_up_to_the_seats_and_the_queue_are_accepted_and_the_rest_is_told_when_to_come_again() -> None:
+    h = Harness(limits(max_queued=10, max_num_seqs=4))
+    accepted, refused = 0, []
+    for i in range(1000):
+        try:
+            h.submit(f"r{i}", [1 + i % 90, 2, 3], 5, ignore_eos=True)
+            accepted += 1
+        except RefusedError as error:
+            refused.append(error)
+    assert accepted == 14
+    assert h.core.counters.refused == len(refused) == 986
+    assert len(h.core.sequences) == 14
+    for item in refused:
+        assert item.status_code is StatusCode.RESOURCE_EXHAUSTED
+        assert "14 requests are waiting, the limit is 10; try again in" in item.message
+        assert item.retry_after_seconds is not None
+        assert 0.05 <= item.retry_after_seconds <= 60
+    h.run_to_end()
+    h.check_outputs()
+    for i in range(14):
+        h.submit(f"after{i}", [1, 2, 3], 5, ignore_eos=True)
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_b94_under_steady_overload_the_queue_stays_bounded_and_the_wait_of_the_accepted_too() -> None:
+    h = Harness(limits(max_queued=10, max_num_seqs=4))
+    longest = 0.0
+    started: set[str] = set()
+    for step in range(600):
+        for i in range(10):
+            name = f"r{step}.{i}"
+            try:
+                h.submit(name, [1 + i, 2, 3], 4, ignore_eos=True)
+            except RefusedError:
+                continue
+        h.step()
+        h.now += 0.01
+        assert len(h.core.waiting) <= 14
+        for name in h.members() - started:
+            started.add(name)
+            longest = max(longest, h.now - h.sequences[name].request.arrival)
+    # At most 14 ahead, 4 of them start every 4 steps (and a step or two for the window).
+    assert longest <= 0.01 * (14 + 4 + 2)
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_b94_the_hint_follows_the_pace_at_which_the_queue_drains() -> None:
+    h = Harness(limits(max_queued=10, max_num_seqs=4))
+    for i in range(4000):
+        try:
+            h.submit(f"r{i}", [1 + i % 90], 4, ignore_eos=True)
+        except RefusedError:
+            h.step()
+            h.now += 0.01
+    error = refusal_or_fill(h)
+    # Four seats of four steps of 10 ms each: one starts every 10 ms.
+    assert error.retry_after_seconds == pytest.approx(15 * 0.01, rel=0.4)
+
+
+def refusal_or_fill(h: Harness) -> RefusedError:
+    for i in range(100):
+        try:
+            h.submit(f"fill{i}", [1], 4, ignore_eos=True)
+        except RefusedError as error:
+            return error
+    raise AssertionError("100 were accepted")
+
+
+def test_b95_a_limit_on_tokens_holds_for_their_sum_and_the_sum_returns_to_0() -> None:
+    h = Harness(limits(max_queued=100, max_queued_tokens=100, max_num_seqs=1))
+    names = [f"r{i}" for i in range(4)]
+    for i, name in enumerate(names):
+        h.submit(name, [i + 1] * 25, 2, ignore_eos=True)
+    assert h.core.waiting.num_tokens == 100
+    error = refusal(h, "fifth", 1, 2)
+    assert error.status_code is StatusCode.RESOURCE_EXHAUSTED
+    assert "100 prompt tokens are waiting and this request has 1, the limit is 100" in error.message
+    h.step()
+    h.submit("later", [9] * 25, 2, ignore_eos=True)
+    h.run_to_end()
+    h.check_outputs()
+    assert h.core.waiting.num_tokens == 0
+
+
+def test_b95_one_that_is_larger_than_the_whole_queue_is_refused_for_good() -> None:
+    h = Harness(limits(max_queued_tokens=20))
+    error = refusal(h, "large", 21, 2)
+    assert error.status_code is StatusCode.INVALID_ARGUMENT
+    assert error.message == "the prompt has 21 tokens, the whole queue at most 20"
+    h.submit("fits", [1] * 20, 2)
+
+
+def test_b96_waiting_ones_that_time_out_give_their_place_in_the_queue_back() -> None:
+    h = Harness(
+        limits(max_queued=5, max_queued_tokens=100, max_num_seqs=2, tenants={"t": TenantLimits(max_queued=9)})
+    )
+    for second in range(60):
+        for i in range(20):
+            try:
+                h.submit(f"r{second}.{i}", [1, 2, 3], 200, tenant="t", deadline=h.now + 1.0, ignore_eos=True)
+            except RefusedError:
+                continue
+        h.step()
+        h.now += 1.0
+        h.core.expire(h.now)
+    assert len(h.core.waiting) == h.core.waiting.num_tokens == 0
+    tenant = h.core.tenants.get("t")
+    assert (tenant.num_waiting, tenant.num_waiting_tokens, tenant.num_running) == (0, 0, 0)
+    h.sequences.clear()
+    for i in range(5):
+        h.submit(f"normal{i}", [1, 2, 3], 5, tenant="t")
+    h.run_to_end()
+    h.check_outputs()
+
+
+# --- tenants --------------------------------------------------------------------------------------------
+
+
+def of_tenant(**tenant_limits: float) -> Harness:
+    return Harness(limits(tenants={"t": TenantLimits(**tenant_limits)}))  # type: ignore[arg-type]
+
+
+def test_a_tenants_queue_is_bounded_by_its_own_limit_and_others_are_not_held_to_it() -> None:
+    h = of_tenant(max_queued=2)
+    for i in range(2):
+        h.submit(f"r{i}", [1], 4, tenant="t")
+    error = refusal(h, "third", 1, 4, tenant="t")
+    assert error.status_code is StatusCode.RESOURCE_EXHAUSTED
+    assert error.message == "tenant 't' has 2 requests waiting, its limit is 2"
+    assert error.retry_after_seconds is not None
+    h.submit("other", [1], 4, tenant="u")
+
+
+def test_a_tenants_waiting_tokens_are_bounded() -> None:
+    h = of_tenant(max_queued_tokens=10)
+    h.submit("r", [1] * 8, 4, tenant="t")
+    error = refusal(h, "more", 3, 4, tenant="t")
+    assert error.status_code is StatusCode.RESOURCE_EXHAUSTED
+    assert error.message == "tenant 't' would have 11 tokens waiting, its limit is 10"
+
+
+def test_b95_one_that_is_larger_than_its_tenants_whole_queue_is_refused_for_good() -> None:
+    h = of_tenant(max_queued_tokens=10)
+    error = refusal(h, "large", 11, 4, tenant="t")
+    assert error.status_code is StatusCode.INVALID_ARGUMENT
+    assert "the prompt has 11 tokens" in error.message
+    assert "the whole queue of tenant 't' at most 10" in error.message
+    assert error.retry_after_seconds is None
+
+
+def test_a_tenants_requests_are_bounded_in_a_minute_and_the_hint_is_exact() -> None:
+    h = of_tenant(requests_per_minute=2)
+    for i in range(2):
+        h.submit(f"r{i}", [1], 4, tenant="t")
+    error = refusal(h, "third", 1, 4, tenant="t")
+    assert error.status_code is StatusCode.RESOURCE_EXHAUSTED
+    assert error.message == "tenant 't' is at its rate limit of 2 requests a minute; try again in 30.0 s"
+    assert error.retry_after_seconds == 30.0
+    h.now += 30.0
+    h.submit("third", [1], 4, tenant="t")
+
+
+def test_a_tenants_tokens_are_bounded_in_a_minute_by_prompt_and_max_tokens() -> None:
+    h = of_tenant(tokens_per_minute=60)
+    h.submit("r", [1] * 20, 30, tenant="t")
+    error = refusal(h, "more", 6, 9, tenant="t")
+    assert "rate limit of 60 tokens a minute; try again in 5.0 s" in error.message
+    assert error.retry_after_seconds == 5.0
+    h.submit("small", [1] * 6, 4, tenant="t")
+
+
+def test_who_is_refused_is_charged_nothing() -> None:
+    h = of_tenant(requests_per_minute=3, tokens_per_minute=100)
+    tenant = h.core.tenants.get("t")
+    h.submit("r", [1] * 10, 50, tenant="t")
+    assert tenant.requests is not None
+    assert tenant.tokens is not None
+    levels = (tenant.requests.level, tenant.tokens.level)
+    refusal(h, "too many tokens", 10, 50, tenant="t")
+    assert (tenant.requests.level, tenant.tokens.level) == levels
+
+
+# --- deadlines ------------------------------------------------------------------------------------------
+
+
+def warm(policy: Policy = Policy.DEADLINE) -> Harness:
+    """A scheduler that knows its steps: 100 µs and 10 µs a token."""
+    h = Harness(limits(policy=policy, window=1), max_num_batched_tokens=256, max_seq_len=1024, num_blocks=512)
+    for i in range(10):  # too few ends to expect anything but the limit
+        h.submit(f"warm{i}", [i] * (3 + i), 2, ignore_eos=True)
+        h.run_to_end()
+    return h
+
+
+def test_hopeless_work_is_refused_early_with_the_times() -> None:
+    h = warm()
+    # 100 tokens of output alone take 100 steps of 110 µs.
+    error = refusal(h, "hopeless", 10, 100, deadline=h.now + 0.005, ignore_eos=True)
+    assert error.status_code is StatusCode.RESOURCE_EXHAUSTED
+    assert "the deadline is in 0.01 s" in error.message or "the deadline is in 0.00 s" in error.message
+    assert "expected to take 0.01 s" in error.message
+    assert error.retry_after_seconds is not None
+    h.submit("in time", list(range(10)), 100, deadline=h.now + 0.05, ignore_eos=True)
+
+
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.FAIR])
+def test_only_the_deadline_policy_judges_what_is_hopeless(policy: Policy) -> None:
+    h = warm(policy)
+    h.submit("hopeless", list(range(10)), 100, deadline=h.now + 0.005, ignore_eos=True)
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_deadline_in_the_past_ends_at_once_with_that_reason(policy: Policy) -> None:
+    h = warm(policy)
+    for deadline in (h.now, h.now - 5.0):
+        seq = h.submit(f"past{deadline}", [1], 4, deadline=deadline)
+        assert seq.finish is not None
+        assert seq.finish.reason is FinishReason.DEADLINE
+        assert seq.finish.status_code is StatusCode.DEADLINE_EXCEEDED
+
+
+# --- what was accepted before ---------------------------------------------------------------------------
+
+
+def test_a_resubmission_is_counted_everywhere_and_refused_nowhere_for_load() -> None:
+    h = Harness(
+        limits(
+            policy=Policy.DEADLINE,
+            max_num_seqs=1,
+            max_queued=1,
+            max_queued_tokens=4,
+            tenants={
+                "t": TenantLimits(
+                    max_queued=1, max_queued_tokens=4, requests_per_minute=1, tokens_per_minute=8
+                )
+            },
+        )
+    )
+    h.submit("first", [1, 2], 5, tenant="t", ignore_eos=True)
+    refusal(h, "new", 2, 5, tenant="t")
+    for i in range(20):
+        h.submit(f"again{i}", [1, 2, 3], 5, tenant="t", accepted_before=True, ignore_eos=True)
+    assert len(h.core.waiting) == 21
+    assert h.core.waiting.num_tokens == 2 + 20 * 3
+    tenant = h.core.tenants.get("t")
+    assert tenant.requests is not None
+    assert tenant.tokens is not None
+    assert tenant.requests.level == 1 - 21
+    assert tenant.tokens.level == 8 - 7 - 20 * 8
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_a_resubmission_keeps_its_place_by_the_time_it_has_waited() -> None:
+    h = Harness(limits(window=1, max_num_seqs=1))
+    h.now = 100.0
+    h.submit("runs", [1], 3, ignore_eos=True)
+    h.step()
+    h.submit("new", [2], 3, ignore_eos=True)
+    h.submit("old", [3], 3, ignore_eos=True, accepted_before=True, arrival=90.0)
+    order: list[str] = []
+    while not h.core.is_idle:
+        h.step()
+        order += [name for name in h.members() if name not in order]
+    assert order == ["runs", "old", "new"]

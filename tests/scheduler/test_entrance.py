@@ -1,0 +1,332 @@
+"""Who enters now, who holds the others back, who is passed over, and who makes way."""
+
+import random
+
+import pytest
+
+from scheduler import entrance
+from scheduler.batching import Batching
+from scheduler.explain import Reason
+from scheduler.policy import Admission, Limits
+from scheduler.sequence import FinishReason, Sequence, State
+from scheduler.tenants import TenantLimits
+from scheduler.waiting import Policy
+from tests.scheduler.harness import EXECUTOR, Harness
+
+ADMISSIONS = pytest.mark.parametrize("admission", list(Admission))
+
+
+def limits(**fields: object) -> Limits:
+    return Limits(**({"watermark": 0.0, "window": 1} | fields))  # type: ignore[arg-type]
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(7 * i + salt) % 90 for i in range(length)]
+
+
+# --- what stands in everybody's way ---------------------------------------------------------------------
+
+
+def test_nobody_a_seat_and_tokens_are_asked_for_in_this_order() -> None:
+    h = Harness(limits(), max_num_seqs=1)
+    state = h.core.executors[EXECUTOR]
+    seq = h.submit("A", [1], 9, ignore_eos=True)
+    assert entrance.obstacle(state, None, has_budget=False) is None
+    assert entrance.obstacle(state, seq, has_budget=True) is None
+    assert entrance.obstacle(state, seq, has_budget=False) is Reason.QUEUED_FOR_TOKENS
+    h.step()
+    other = h.submit("B", [2], 9)
+    assert entrance.obstacle(state, other, has_budget=False) is Reason.QUEUED_FOR_SEAT
+
+
+# --- how much room --------------------------------------------------------------------------------------
+
+
+def beside_a_long_one(admission: Admission, **fields: object) -> Harness:
+    """10 blocks of 4 tokens; one runs that has 13 tokens of 32, and takes its 4th block in the next step."""
+    h = Harness(limits(admission=admission, **fields), num_blocks=10, block_size=4)
+    h.submit("long", prompt(12), 20, ignore_eos=True)
+    h.step()
+    return h
+
+
+@pytest.mark.parametrize(
+    ("admission", "length", "max_tokens", "enters"),
+    [
+        (Admission.RESERVE, 4, 5, True),  # 8 and 2 of 10 blocks
+        (Admission.RESERVE, 4, 6, False),  # 8 and 3
+        (Admission.FORECAST, 4, 8, True),  # 21 and 12 tokens when the short one ends, half a block lost each
+        (Admission.FORECAST, 4, 10, False),  # 23 and 14
+        (Admission.OPTIMISTIC, 24, 4, True),  # 4 and 6 blocks now
+        (Admission.OPTIMISTIC, 25, 3, False),
+    ],
+)
+def test_each_admission_asks_for_its_own_room(
+    admission: Admission, length: int, max_tokens: int, enters: bool
+) -> None:
+    h = beside_a_long_one(admission)
+    seq = h.submit("new", prompt(length, 3), max_tokens, ignore_eos=True)
+    h.step()
+    assert (seq.state is State.RUNNING) is enters
+    h.run_to_end()
+    h.check_outputs()
+
+
+@pytest.mark.parametrize(
+    ("admission", "length", "max_tokens"), [(Admission.FORECAST, 4, 8), (Admission.OPTIMISTIC, 24, 4)]
+)
+def test_the_watermark_is_left_free(admission: Admission, length: int, max_tokens: int) -> None:
+    for watermark, enters in ((0.0, True), (0.15, False)):
+        h = beside_a_long_one(admission, watermark=watermark)
+        seq = h.submit("new", prompt(length, 3), max_tokens, ignore_eos=True)
+        h.step()
+        assert (seq.state is State.RUNNING) is enters
+
+
+@ADMISSIONS
+def test_alone_whatever_fits_at_all_may_enter(admission: Admission) -> None:
+    h = Harness(limits(admission=admission, watermark=0.5), num_blocks=10, block_size=4)
+    h.submit("A", prompt(35), 5, ignore_eos=True)
+    h.run_to_end()
+    h.check_outputs()
+
+
+@ADMISSIONS
+def test_a_head_that_found_no_room_finds_it_when_somebody_leaves(admission: Admission) -> None:
+    h = Harness(limits(admission=admission), num_blocks=10, block_size=4)
+    first = h.submit("A", prompt(20), 10, ignore_eos=True)
+    h.step()
+    second = h.submit("B", prompt(24, 3), 10, ignore_eos=True)
+    for _ in range(5):
+        h.step()
+        assert second.state is State.WAITING
+    h.core.cancel(first.request.key, FinishReason.ABORT, h.now)
+    del h.sequences["A"]
+    h.step()
+    assert second.state is State.RUNNING
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_who_finds_its_beginning_held_by_others_needs_less() -> None:
+    h = Harness(limits(admission=Admission.OPTIMISTIC), num_blocks=9, block_size=4)
+    h.submit("A", prompt(24), 3, ignore_eos=True)
+    h.step()
+    twin = h.submit("twin", [*prompt(24), 1, 2], 3, ignore_eos=True)
+    h.step()
+    assert twin.state is State.RUNNING
+    assert twin.num_cached_tokens == 24
+    h.run_to_end()
+    h.check_outputs()
+
+
+# --- tenants --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tenant_limits", [TenantLimits(max_running=1), TenantLimits(max_blocks=3)])
+@ADMISSIONS
+def test_a_tenant_at_its_own_limit_is_passed_over_and_holds_nobody_back(
+    tenant_limits: TenantLimits, admission: Admission
+) -> None:
+    h = Harness(limits(admission=admission, tenants={"t": tenant_limits}))
+    h.submit("one", prompt(6), 6, tenant="t", ignore_eos=True)
+    two = h.submit("two", prompt(6, 1), 6, tenant="t", ignore_eos=True)
+    other = h.submit("other", prompt(6, 2), 3, ignore_eos=True)
+    h.step()
+    assert (two.state, other.state) == (State.WAITING, State.RUNNING)
+    tenant = h.core.tenants.get("t")
+    while not h.core.is_idle:
+        h.step()
+        assert tenant.num_running <= 1
+    h.check_outputs()
+
+
+def test_a_tenants_own_limit_does_not_forbid_one_that_is_larger_than_it() -> None:
+    h = Harness(limits(tenants={"t": TenantLimits(max_blocks=2)}))
+    for i in range(3):
+        h.submit(f"r{i}", prompt(40, i), 4, tenant="t", ignore_eos=True)
+    while not h.core.is_idle:
+        h.step()
+        assert h.core.tenants.get("t").num_running <= 1
+    h.check_outputs()
+
+
+# --- who makes way --------------------------------------------------------------------------------------
+
+
+def low_ones(h: Harness, count: int, length: int = 8, max_tokens: int = 60) -> list[Sequence]:
+    """Running sequences of low importance that have got somewhere."""
+    seqs = [
+        h.submit(f"low{i}", prompt(length, i), max_tokens, priority=5, ignore_eos=True) for i in range(count)
+    ]
+    for _ in range(12):
+        h.step()
+    return seqs
+
+
+@ADMISSIONS
+def test_b07_the_more_important_enters_with_the_plan_for_which_somebody_made_way(
+    admission: Admission,
+) -> None:
+    h = Harness(limits(admission=admission), max_num_seqs=2)
+    low_ones(h, 2)
+    high = h.submit("high", prompt(4, 50), 5, ignore_eos=True)
+    h.step()
+    assert high.state is State.RUNNING
+    assert h.core.counters.displacements == 1
+    h.run_to_end()
+    h.check_outputs()
+
+
+@ADMISSIONS
+@pytest.mark.parametrize("seed", range(12))
+def test_nobody_makes_way_without_the_head_entering_for_it(admission: Admission, seed: int) -> None:
+    rng = random.Random(seed)
+    h = Harness(
+        limits(admission=admission, tenants={"t": TenantLimits(max_blocks=8)}),
+        num_blocks=rng.randrange(16, 40),
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=512,
+    )
+    for i in range(60):
+        length = rng.randrange(1, 40)
+        h.submit(
+            f"r{i}",
+            prompt(length, rng.choice([0, 0, i])),
+            rng.randrange(1, 24),
+            priority=rng.randrange(4),
+            tenant=rng.choice(["", "t"]),
+            ignore_eos=True,
+        )
+        for _ in range(rng.randrange(6)):
+            before = h.core.counters.displacements
+            h.step()
+            if h.core.counters.displacements > before:
+                plan = h.plans[-1]
+                entered = {new.seq_id for new in plan.admitted}
+                assert entered
+                displaced = {leaver.seq for leaver in plan.left if leaver.reason is None}
+                best = min(
+                    seq.request.priority
+                    for seq, seq_id in zip(plan.rows, plan.seq_ids, strict=True)
+                    if seq_id in entered
+                )
+                assert all(seq.request.priority > best for seq in displaced)
+    h.run_to_end()
+    h.check_outputs()
+
+
+@ADMISSIONS
+def test_b07_the_important_do_not_wait_for_room_that_the_less_important_hold(admission: Admission) -> None:
+    h = Harness(limits(admission=admission), num_blocks=40, block_size=4, max_num_seqs=8)
+    low_ones(h, 5, length=8, max_tokens=24)
+    high = h.submit("high", prompt(16, 50), 20, ignore_eos=True)
+    h.step()
+    h.step()
+    assert high.state is State.RUNNING
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_nobody_makes_way_whose_blocks_the_head_would_only_share() -> None:
+    """Of the four blocks of `low`, three are the head's own beginning: its leaving would free one."""
+    h = Harness(limits(admission=Admission.OPTIMISTIC), num_blocks=9, block_size=16)
+    low = h.submit("low", prompt(48), 14, priority=5, ignore_eos=True)
+    h.submit("high", prompt(50, 60), 14, ignore_eos=True)
+    for _ in range(11):
+        h.step()
+    head = h.submit("head", prompt(95), 1, ignore_eos=True)
+    h.step()
+    assert (low.state, head.state) == (State.RUNNING, State.WAITING)
+    assert h.core.counters.displacements == 0
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_nobody_makes_way_for_one_whose_tenant_is_at_its_own_limit() -> None:
+    for tenant_limits in (TenantLimits(max_running=1), TenantLimits(max_blocks=4)):
+        h = Harness(limits(tenants={"t": tenant_limits}), max_num_seqs=3)
+        h.submit("first", prompt(8, 70), 40, tenant="t", priority=1, ignore_eos=True)
+        low_ones(h, 2)
+        h.submit("second", prompt(8, 71), 4, tenant="t", priority=0, ignore_eos=True)
+        for _ in range(10):
+            h.step()
+            assert h.core.counters.displacements == 0
+        h.run_to_end()
+        h.check_outputs()
+
+
+@pytest.mark.parametrize("batching", [Batching.REQUEST, Batching.REQUEST_PADDED])
+def test_nobody_makes_way_in_a_batch_that_is_closed(batching: Batching) -> None:
+    h = Harness(limits(), batching, max_num_seqs=2)
+    low_ones(h, 2)
+    h.submit("high", prompt(4, 50), 5, ignore_eos=True)
+    h.run_to_end()
+    assert h.core.counters.displacements == 0
+    h.check_outputs()
+
+
+@ADMISSIONS
+def test_b07_a_long_prompt_of_low_importance_leaves_the_important_their_tokens(admission: Admission) -> None:
+    h = Harness(limits(admission=admission), num_blocks=512, max_num_batched_tokens=16, max_seq_len=1024)
+    h.submit("long", prompt(800), 4, priority=5, ignore_eos=True)
+    h.step()
+    h.submit("high", prompt(20, 50), 4, priority=0, ignore_eos=True)
+    h.submit("low", prompt(20, 51), 4, priority=5, ignore_eos=True)
+    h.step()
+    assert h.members() == {"high"}
+    h.step()
+    assert h.members() == {"high", "long"}
+    while h.sequences["high"].state is not State.FINISHED:
+        h.step()
+        assert "low" not in h.members()
+    h.run_to_end()
+    h.check_outputs()
+
+
+@pytest.mark.parametrize("waited", [5.0, 25.0, 500.0])
+def test_who_made_way_does_not_come_back_before_those_it_made_way_for(waited: float) -> None:
+    """Its age was not spent waiting, so it is worth no importance."""
+    h = Harness(limits(aging_seconds=10.0), max_num_seqs=1)
+    low = h.submit("low", prompt(4), 60, priority=5, ignore_eos=True)
+    for _ in range(12):
+        h.step()
+    h.now += waited
+    high = h.submit("high", prompt(4, 1), 12, ignore_eos=True)
+    h.step()
+    assert (low.state, high.state) == (State.WAITING, State.RUNNING)
+    h.run_to_end()
+    h.check_outputs()
+    assert low.num_displacements == 1
+
+
+# --- deadlines ------------------------------------------------------------------------------------------
+
+
+def test_the_latest_start_is_the_deadline_less_the_measured_service() -> None:
+    h = Harness(limits(policy=Policy.DEADLINE), num_blocks=256)
+    never = h.submit("no deadline", prompt(10), 5, ignore_eos=True)
+    unknown = h.submit("unknown", prompt(10, 1), 5, deadline=50.0, ignore_eos=True)
+    assert never.latest_start == float("inf")
+    assert unknown.latest_start == 50.0, "nothing was measured yet"
+    for i in range(20):
+        h.submit(f"r{i}", prompt(3 + i, i), 3, ignore_eos=True)
+    h.run_to_end()
+    seq = h.submit("A", prompt(30), 10, deadline=50.0, ignore_eos=True)
+    # 30 tokens of 10 µs, and three steps of 110 µs: others ended after three or so.
+    assert 50.0 - seq.latest_start == pytest.approx(30 * 10e-6 + 3 * 110e-6, rel=0.01)
+
+
+def test_under_the_deadline_policy_least_slack_goes_first() -> None:
+    h = Harness(limits(policy=Policy.DEADLINE), max_num_seqs=1)
+    h.submit("runs", [1], 3, ignore_eos=True)
+    h.step()
+    h.submit("whenever", [2], 3, ignore_eos=True)
+    h.submit("late", [3], 3, deadline=100.0, ignore_eos=True)
+    h.submit("soon", [4], 3, deadline=10.0, ignore_eos=True)
+    order: list[str] = []
+    while not h.core.is_idle:
+        h.step()
+        order += [name for name in h.members() if name not in order]
+    assert order == ["runs", "soon", "late", "whenever"]
