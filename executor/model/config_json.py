@@ -27,7 +27,9 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
 LLAMA_MAX_SEQ_LEN = 2048
+"""`max_position_embeddings` when it is absent, as it may be for Llama."""
 GEMMA_QUERY_SCALAR = 256
+"""`query_pre_attn_scalar` when it is absent."""
 
 # --- families -------------------------------------------------------------------------------------
 
@@ -83,11 +85,11 @@ class Family:
     is_gemma: bool = False
     """Whether norms stand around attention and MLP, stored as distances from 1, embeddings are scaled, and
     attention's scale and soft caps are settings."""
-    rope_theta: float = 10_000.0
     attention_soft_cap: float | None = None
     """`attn_logit_softcapping` when it is absent; null is none."""
     logits_soft_cap: float | None = None
     """`final_logit_softcapping` when it is absent; null is none."""
+    rope_theta: float = 10_000.0
     sliding_rope_theta: float | None = None
     """Where layers with a window have frequencies of their own, never scaled."""
 
