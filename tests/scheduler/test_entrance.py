@@ -120,6 +120,27 @@ def test_who_finds_its_beginning_held_by_others_needs_less() -> None:
     h.check_outputs()
 
 
+@ADMISSIONS
+def test_a_beginning_that_all_share_is_counted_once(admission: Admission) -> None:
+    h = Harness(
+        limits(admission=admission),
+        num_blocks=128,
+        block_size=16,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        max_seq_len=1024,
+    )
+    for i in range(32):
+        h.submit(f"r{i}", [*prompt(512), i, i + 1], 16, ignore_eos=True)
+    most = 0
+    while not h.core.is_idle:
+        h.step()
+        most = max(most, h.core.num_running)
+    h.check_outputs()
+    assert most == 32
+    assert h.core.counters.preemptions == 0
+
+
 # --- tenants --------------------------------------------------------------------------------------------
 
 
