@@ -287,3 +287,19 @@ def test_a_flat_distribution_over_a_large_vocabulary_keeps_more_than_the_candida
     kept = sampler.filtered(weights, [row(top_p=0.5), row(top_k=2 * sampler.NUM_CANDIDATES)])
     assert kept[0].nonzero().squeeze(-1).tolist() == list(range(3 * sampler.NUM_CANDIDATES // 2))
     assert kept[1].nonzero().squeeze(-1).tolist() == list(range(2 * sampler.NUM_CANDIDATES))
+
+
+@pytest.mark.parametrize("top_k", [0, 40, 1500])
+@pytest.mark.parametrize("top_p", [1.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_filters_leave_what_sorting_the_whole_vocabulary_leaves(
+    top_k: int, top_p: float, ties: bool
+) -> None:
+    logits = fixed_logits(4, 5003) / 3
+    weights = torch.exp(logits.round() if ties else logits).double()
+    rows = [row(output_index=index, top_k=top_k, top_p=top_p) for index in range(4)]
+    for kept, own in zip(sampler.filtered(weights, rows).numpy(), weights.numpy(), strict=True):
+        order = np.lexsort((np.arange(own.size), -own))[: top_k or own.size]
+        mass = np.cumsum(own[order])
+        order = order if top_p == 1 else order[mass - own[order] < top_p * mass[-1]]
+        assert set(np.flatnonzero(kept)) == set(order)
