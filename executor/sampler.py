@@ -158,7 +158,7 @@ def filtered_rows(weights: Tensor, filters: Filters) -> Tensor:
         ordered, order = weights.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
         staying = stays(ordered, filters, total, vocab_size)
         kept.scatter_(1, token_ids.gather(1, order), ordered * staying)
-        # Tokens left out may tie with the least of these, or follow it; or belong to the mass that top-p shares.
+        # Tokens left out may tie with the least of these, or follow it, or be of the mass that top-p shares.
         reaches_further = (staying & (ordered == ordered[:, -1:])).any(dim=-1)
         top_k = filters.top_k.squeeze(-1)
         reaches_further |= (top_k > NUM_CANDIDATES) & (top_k < vocab_size)
