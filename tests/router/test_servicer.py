@@ -13,9 +13,10 @@ import pytest
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc, scheduler_pb2
 from protos.v1.router_pb2 import GenerateEvent, GenerateRequest
 from router import model_files
+from router.intake import Intake, ServedModel
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import PART_TOKENS, TokenizerIdentity
-from router.servicer import RouterServicer, ServedModel
+from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer
 from router.validation import Defaults
 from rpc.address import Address
@@ -37,6 +38,7 @@ class Rig:
     stub: "router_pb2_grpc.RouterAsyncStub"
     scheduler: ScriptedScheduler
     servicer: RouterServicer
+    intake: Intake
     pool: SchedulerPool
 
     async def serving(self) -> None:
@@ -45,7 +47,7 @@ class Rig:
 
     async def quiet(self) -> None:
         """Waits until nothing is left of any request."""
-        await eventually(lambda: self.servicer.num_live == 0)
+        await eventually(lambda: self.intake.num_live == 0)
         assert all(client.num_live == 0 for client in self.pool.clients)
         assert all(not client._wakes for client in self.pool.clients)
 
@@ -92,8 +94,9 @@ async def rig(
         )
         pool = SchedulerPool([client])
         model = ServedModel("tiny", tokenizer, Defaults(temperature=0.5, max_tokens=max_tokens))
-        servicer = RouterServicer(model=model, schedulers=pool, max_message_bytes=MAX_MESSAGE_BYTES)
-        stack.callback(servicer.close)
+        intake = Intake(model=model, schedulers=pool)
+        stack.callback(intake.close)
+        servicer = RouterServicer(intake=intake, schedulers=pool, max_message_bytes=MAX_MESSAGE_BYTES)
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
         router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
         address = f"unix:{folder}/router.sock"
@@ -109,7 +112,7 @@ async def rig(
         stack.push_async_callback(stop_running)
         channel = connect(Address.parse(address, field=""), max_message_bytes=MAX_MESSAGE_BYTES)
         stack.push_async_callback(channel.close)
-        started = Rig(router_pb2_grpc.RouterStub(channel), scheduler, servicer, pool)
+        started = Rig(router_pb2_grpc.RouterStub(channel), scheduler, servicer, intake, pool)
         if ready:
             await started.serving()
         yield started
@@ -648,7 +651,7 @@ async def test_b87_draining_waits_for_the_last_request(start: Start) -> None:
     async with start() as rig:
         call = rig.stub.Complete(text_request())
         submit = await rig.scheduler.submitted()
-        draining = asyncio.create_task(rig.servicer.drain())
+        draining = asyncio.create_task(rig.intake.drain())
         await asyncio.sleep(0)
         assert not draining.done()
         await rig.scheduler.give(submit, [97, 257], finish=STOP)
