@@ -18,7 +18,7 @@ from rpc import log
 from rpc.address import parse_list
 from rpc.errors import StartError
 from rpc.health import Health
-from rpc.server import main, serve
+from rpc.server import SideDoor, main, serve
 from rpc.settings import load
 
 SERVICE_NAME: str = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
@@ -70,9 +70,23 @@ async def run_router() -> int:
             health=health,
             run=schedulers.run,
             drain=intake.drain,
+            side_doors=[_http_door(intake, settings)] if settings.http else [],
         )
     finally:
         intake.close()
+
+
+def _http_door(intake: Intake, settings: RouterSettings) -> SideDoor:
+    """The HTTP door. Its libraries are an extra. Raises StartError when they are not there."""
+    try:
+        from router.http.app import HttpApp
+        from router.http.server import HttpDoor
+    except ImportError as error:
+        raise StartError(
+            f"--http needs libraries that are not installed ({error.name}); "
+            "`pip install 'chairlift[router,http]'` brings them"
+        ) from error
+    return HttpDoor(HttpApp(intake, max_body_bytes=settings.max_message_bytes), settings.http)
 
 
 def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:
