@@ -54,8 +54,6 @@ def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateReq
         if name not in Options.__annotations__:
             options_there_are = ", ".join(sorted(Options.__annotations__))
             raise TypeError(f"{name!r} is no option; options are {options_there_are}")
-                f"{name!r} is no option; options are {', '.join(sorted(Options.__annotations__))}"
-            )
         if value is None:
             continue
         if name == "tools":
