@@ -19,6 +19,7 @@ _COMMANDS = {
     "watch": "follow the batch of a running router, step by step",
     "explain": "where the time of one request went",
     "demo": "twelve questions at once, and what the batch did",
+    "bench": "measure a model on this machine",
     "conformance": "check that an executor keeps the step protocol",
 }
 _SERVICES = {

@@ -1,5 +1,6 @@
 """Starts an executor: `python -m executor --model PATH --listen HOST:PORT|unix:PATH`."""
 
+import os
 import sys
 from functools import partial
 
@@ -18,6 +19,9 @@ def load_runner(config: ExecutorSettings) -> Runner:
 
     Raises StartError when the model cannot be served.
     """
+    # Read when torch loads its OpenMP: threads that spin while they wait would take the cores from router and
+    # scheduler, and from each other as soon as anything else runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from executor.model import ModelError

@@ -7,21 +7,21 @@ One layer's keys (values alike), as allocated:
 
 Head-major inside a block, so that one head's keys of a block are one run of memory. Kernels get the permuted
 view `[num_blocks + 1, block_size, num_kv_heads, head_dim]`, in which token `slot` of a sequence stands at
-`[slot // block_size, slot % block_size]`. The last block, `trash_block_id`, belongs to no sequence, now or
-ever: rows that pad a batch, and the warm-up, write there.
+`[slot // block_size, slot % block_size]`. Our own CPU kernels lay a head's numbers of a block out otherwise
+(`executor/kernels/rows.hpp`), within the same run. The last block, `trash_block_id`, belongs to no sequence,
+now or ever: rows that pad a batch, and the warm-up, write there.
 
 Allocated as zeros: kernels multiply what lies past a sequence's end with a probability of zero, and that must
 not be a NaN.
 """
 
-import math
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from executor import memory
 from executor.model.config import ModelConfig
 from executor.model.errors import ModelError
 
@@ -79,10 +79,9 @@ class KVCache:
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros. On the CPU its pages are taken when they are first touched, not all at the start."""
-    if device.type == "cpu":
-        pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-        return torch.frombuffer(pages, dtype=dtype).view(shape)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return (
+        memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    )
 
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

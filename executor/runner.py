@@ -13,10 +13,12 @@ import numpy as np
 import structlog
 import torch
 
-from executor import sampler
+from executor import sampler, self_test
 from executor.attention.base import AttentionBackend, AttentionSpec, select_backend
 from executor.attention.reference import ReferenceAttention
 from executor.inputs import SampleRow, StepInputs
+from executor.kernels.build import KernelsUnavailableError
+from executor.kernels.library import fastest
 from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
 from executor.model import ModelError
 from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
@@ -24,6 +26,7 @@ from executor.model.config import ModelConfig
 from executor.model.decoder import Decoder
 from executor.model.weights import load_weights
 from executor.operations.base import Operations
+from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
 from executor.sequences import Sampled, SamplingParams
 
@@ -70,7 +73,7 @@ class ModelRunner:
         self._config: ModelConfig = checkpoint.config
         self._eos_token_ids = checkpoint.eos_token_ids
         self._model = model
-        self._row_invariant = operations.row_invariant
+        self._choose = operations.choose
         self._kv_cache = kv_cache
         self._dtype = dtype
         self._device = device
@@ -79,6 +82,7 @@ class ModelRunner:
             tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
             numerics=numerics(device, dtype, operations),
         )
+        self._row_invariant = operations.row_invariant and self._is_row_invariant()
 
     @classmethod
     def load(
@@ -110,7 +114,7 @@ class ModelRunner:
             block_size=block_size,
             scale=config.head_dim**-0.5,
         )
-        operations = PlainOperations(select_backend(BACKENDS, spec))
+        operations = select_operations(spec)
         weights = load_weights(checkpoint, torch_dtype, torch_device, operations)
         if num_blocks is None:
             num_blocks = default_num_blocks(
@@ -213,7 +217,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter_ns()
-        sampled = sampler.sample(logits, sample_rows) if sample_rows else Sampled([], [], [])
+        sampled = sampler.sample(logits, sample_rows, self._choose) if sample_rows else Sampled([], [], [])
         ended = time.perf_counter_ns()
         return StepOutput(sampled, (forwarded - started) // 1000, (ended - forwarded) // 1000)
 
@@ -221,6 +225,26 @@ class ModelRunner:
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the rows of one step: float32 logits `[num_sampling_rows, vocab_size]`."""
         return self._model.logits(inputs, self._kv_cache)
+
+    @torch.inference_mode()
+    def _is_row_invariant(self) -> bool:
+        """What the self-test finds, on a small cache of its own."""
+        cache = KVCache(
+            self._config,
+            num_blocks=self_test.num_blocks(self.block_size),
+            block_size=self.block_size,
+            dtype=DTYPES[self._dtype],
+            device=self._device,
+        )
+        invariant = self_test.is_row_invariant(
+            lambda inputs: self._model.logits(inputs, cache),
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            block_size=self.block_size,
+        )
+        if not invariant:
+            log.warning("not_row_invariant", numerics=self._fingerprints.numerics)
+        return invariant
 
     def warm_up(self) -> None:
         """Make one real token, in the block that belongs to no sequence.
@@ -261,6 +285,22 @@ def checked_device(device: str) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device; use cpu.")
     return torch.device(device)
+
+
+def select_operations(spec: AttentionSpec) -> Operations:
+    """Our own kernels where they can compute this; plain torch where not, and the log says why."""
+    refusal = CpuOperations.refusal(spec)
+    if refusal is None:
+        try:
+            operations = CpuOperations(fastest(torch.get_num_threads()), spec)
+        except KernelsUnavailableError as error:
+            refusal = str(error)
+        else:
+            log.info("operations_selected", operations=operations.name)
+            return operations
+    plain = PlainOperations(select_backend(BACKENDS, spec))
+    log.info("operations_selected", operations=plain.name, no_kernels=refusal)
+    return plain
 
 
 def numerics(device: torch.device, dtype: str, operations: Operations) -> str:

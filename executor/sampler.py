@@ -12,7 +12,7 @@ else is set.
 Log-probabilities are those of the model's raw distribution, before masks, temperature and filters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,25 +31,36 @@ NUM_CANDIDATES: Final = 1024
 """Tokens that are sorted before the whole vocabulary is."""
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
+Choose = Callable[[Tensor, Sequence[SampleRow]], tuple[list[int], list[float]]]
+"""Takes allowed logits, float32 `[num_rows, vocab_size]`, and what each row asks for.
+
+Returns a token for each row, and its highest logit: NaN if one is, -inf when nothing is left. A row whose
+highest logit is not finite gets any token."""
+
+
+def choose(allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
+    """`Choose` in torch, on any device."""
+    highest = allowed.amax(dim=-1)  # carries a NaN and a +inf with it; -inf when nothing is left
+    finite = highest.isfinite()
+    if not bool(finite.all()):
+        allowed = allowed.masked_fill(~finite[:, None], 0.0)
+    chosen = allowed.argmax(dim=-1)  # the first of equals
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
+    if drawn:
+        index = torch.tensor(drawn, device=allowed.device)
+        finite_highest = highest.where(finite, 0.0)[index]
+        chosen[index] = draw(allowed[index], finite_highest, [rows[i] for i in drawn])
+    return chosen.tolist(), highest.tolist()
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose = choose) -> Sampled:
     """Choose one token for each row of `logits` (float32 `[num_rows, vocab_size]`), as `rows` asks.
 
     A row whose logits hold NaN or +inf, or leave no token to choose, gets an error in place of a token; the
     others are not touched by it.
     """
-    allowed = masked(logits, rows)
-    highest = allowed.amax(dim=-1)  # carries a NaN and a +inf with it; -inf when nothing is left
-    errors = [error_of(value) for value in highest.tolist()]
-    if any(errors):
-        bad = torch.tensor([error is not None for error in errors], device=logits.device)
-        allowed = allowed.masked_fill(bad[:, None], 0.0)
-        highest = highest.masked_fill(bad, 0.0)
-    chosen = allowed.argmax(dim=-1)  # the first of equals
-    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
-    if drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        chosen[index] = draw(allowed[index], highest[index], [rows[i] for i in drawn])
-    token_ids = chosen.tolist()
+    token_ids, highest = choose(masked(logits, rows), rows)
+    errors = [error_of(value) for value in highest]
     return Sampled(token_ids, logprobs(logits, rows, token_ids, errors), errors)
 
 

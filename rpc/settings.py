@@ -21,6 +21,7 @@ PREFIX = "CHAIRLIFT_"
 # Variables with our prefix that are not settings of a service, and who reads them.
 OTHER_VARIABLES = frozenset(
     {
+        "CHAIRLIFT_CACHE_DIR",  # built kernels of the executor
         "CHAIRLIFT_MODELS_DIR",  # chairlift pull, chairlift serve
         "CHAIRLIFT_TEST_MODEL",  # the tests
     }

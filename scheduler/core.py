@@ -600,6 +600,8 @@ class SchedulerCore:
         self._leave(state, seq, reason=None, tell_executor=True)
         if not seq.is_padding:
             self._back_to_waiting(seq, why)
+            if padding.is_all_padding(state):
+                self._drop_padding(state)
 
     def _back_to_waiting(self, seq: Sequence, why: str) -> None:
         seq.move(Event.PREEMPT)

@@ -84,7 +84,8 @@ def _has_room(
 ) -> bool:
     """Whether there are blocks for its whole context, and for what it and the running will grow by.
 
-    `leaving` are taken to be gone, and `num_taken` blocks to be needed by those who stay. Shared blocks cost nothing, unless nobody held them.
+    `leaving` are taken to be gone, and `num_taken` blocks to be needed by those who stay. Shared blocks cost
+    nothing, unless nobody held them.
     """
     blocks = state.blocks
     used = set(matched)
@@ -104,11 +105,16 @@ def _has_room(
     staying = [member for member in running if member not in gone] if gone else running
     if not staying:
         return True  # alone it fits: `submit` and `attach` saw to that
+    # What several hold counts once. Who leaves takes at least as much off the sum as off this, so that a
+    # reservation stays one.
+    num_entries = sum(len(member.block_table) for member in staying) + len(matched)
+    num_shared = num_entries - (blocks.num_blocks - num_free - num_taken + num_idle)
     match core.limits.admission:
         case Admission.RESERVE:
-            needed, limit = policy.blocks_to_reserve(seq, staying, blocks.block_size), blocks.num_blocks
+            needed = policy.blocks_to_reserve(seq, staying, blocks.block_size) - num_shared
+            limit = blocks.num_blocks
         case Admission.FORECAST:
-            needed = policy.blocks_expected(seq, staying, blocks.block_size, core.lengths)
+            needed = policy.blocks_expected(seq, staying, blocks.block_size, core.lengths) - num_shared
             limit = blocks.num_blocks - state.watermark_blocks
         case Admission.OPTIMISTIC:
             needed = policy.blocks_to_begin(seq, staying, blocks.block_size)

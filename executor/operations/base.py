@@ -8,14 +8,14 @@ A tensor that an operation returns may be overwritten by the next call of the sa
 each result before it asks for the next of its kind. Nothing is written to a tensor but where it says so.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from executor.attention.base import AttentionMetadata
-from executor.inputs import StepInputs
+from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import LayerCache
 
 
@@ -57,7 +57,8 @@ class StepTensors:
     """int64 `[T]`"""
     logits_indices: Tensor
     """int64 `[S]`, which of the T tokens sample"""
-    attention: AttentionMetadata
+    attention: Any
+    """what attention reads; made and read behind the door"""
 
 
 class Operations(Protocol):
@@ -92,6 +93,9 @@ class Operations(Protocol):
 
         With a soft cap c they are `c * tanh(logits / c)`.
         """
+
+    def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
+        """A token for each row of `allowed` logits: see `executor.sampler.Choose`."""
 
     # --- once or more per layer ---------------------------------------------------------------------
 

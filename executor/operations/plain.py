@@ -4,12 +4,15 @@ Its bits depend on the batch: the matrix products of torch choose their order of
 rows. Rotation and norms are computed in float32.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor import sampler
 from executor.attention.base import AttentionBackend
-from executor.inputs import StepInputs
+from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import LayerCache
 from executor.operations.base import Activation, Linear, Norm, StepTensors
 
@@ -52,6 +55,10 @@ class PlainOperations:
         """Logits of the sampling rows."""
         logits = _linear(normed[step.logits_indices], head).float()
         return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+    def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
+        """In torch."""
+        return sampler.choose(allowed, rows)
 
     def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
         """`hidden`, normed."""

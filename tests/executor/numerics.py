@@ -13,10 +13,10 @@ from executor.sequences import Row, SamplingParams
 torch.set_num_threads(1)
 
 
-def load(path: Path, *, dtype: str = "float32", num_blocks: int = 64) -> ModelRunner:
+def load(path: Path, *, dtype: str = "float32", num_blocks: int = 64, block_size: int = 16) -> ModelRunner:
     """Load a model with room for a few short sequences."""
     return ModelRunner.load(
-        path, dtype=dtype, device="cpu", num_blocks=num_blocks, block_size=16, max_num_seqs=8
+        path, dtype=dtype, device="cpu", num_blocks=num_blocks, block_size=block_size, max_num_seqs=8
     )
 
 
@@ -63,6 +63,6 @@ def logits_by_steps(
         every_token = np.arange(bounds[-1], dtype=np.int64)
         logits = runner.logits(dataclasses.replace(batch.inputs, logits_indices=every_token))
         for index, start, end in zip(batch.sampled_seq_ids, bounds[:-1], bounds[1:], strict=True):
-            pieces[index].append(logits[start:end])
+            pieces[index].append(logits[start:end].clone())
             computed[index] += end - start
     return [torch.cat(parts) for parts in pieces]

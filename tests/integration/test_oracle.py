@@ -194,6 +194,7 @@ async def check_real_model(
 
 @needs_real_model
 @pytest.mark.model
+@pytest.mark.timeout(300)
 async def test_the_real_model_one_by_one_equals_the_oracle(real: Cluster, real_oracle: Oracle) -> None:
     restart_scheduler(real)
     async with client_of(real) as client:
@@ -204,6 +205,7 @@ async def test_the_real_model_one_by_one_equals_the_oracle(real: Cluster, real_o
 
 @needs_real_model
 @pytest.mark.model
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("window", "budget"), [(1, 2048), (2, 64), (2, 7)])
 async def test_the_real_model_at_once_equals_the_oracle(
     window: int, budget: int, real: Cluster, real_oracle: Oracle
@@ -215,6 +217,7 @@ async def test_the_real_model_at_once_equals_the_oracle(
 
 @needs_real_model
 @pytest.mark.model
+@pytest.mark.timeout(300)
 async def test_the_real_model_preempted_equals_the_oracle(real: Cluster, real_oracle: Oracle) -> None:
     texts = [text for text in real_prompts(10) if len(text) < 300]
     await check_real_model(real, real_oracle, texts, 24, "--num-blocks", "24", "--watermark", "0")
@@ -224,6 +227,7 @@ async def test_the_real_model_preempted_equals_the_oracle(real: Cluster, real_or
 @needs_real_model
 @pytest.mark.model
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @WINDOWS
 @BUDGETS
 async def test_the_real_model_in_full_at_every_budget(
@@ -236,6 +240,7 @@ async def test_the_real_model_in_full_at_every_budget(
 @needs_real_model
 @pytest.mark.model
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @WINDOWS
 async def test_the_real_model_in_full_preempted(window: int, real: Cluster, real_oracle: Oracle) -> None:
     flags = ("--window", str(window), "--num-blocks", "64", "--watermark", "0")
@@ -246,6 +251,7 @@ async def test_the_real_model_in_full_preempted(window: int, real: Cluster, real
 @needs_real_model
 @pytest.mark.model
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 async def test_the_real_model_in_full_one_by_one(real: Cluster, real_oracle: Oracle) -> None:
     restart_scheduler(real)
     async with client_of(real) as client:

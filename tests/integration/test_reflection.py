@@ -17,7 +17,7 @@ QUESTION = "What is the capital of France?"
 
 @pytest.fixture(scope="module")
 def bfloat16() -> Iterator[Cluster]:
-    with cluster.running(REAL_MODEL, executor_flags=("--dtype", "bfloat16", "--num-threads", "2")) as running:
+    with cluster.running(REAL_MODEL, executor_flags=("--dtype", "bfloat16")) as running:
         yield running
 
 

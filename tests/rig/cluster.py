@@ -10,7 +10,6 @@ what must be waited for is asked of health.
 """
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -76,10 +75,8 @@ class Cluster:
             process.wait_until_serving()
 
     def _start(self, name: str, module: str, *flags: str) -> None:
-        # The life of the process is bound to ours, so that not even a killed test run leaves one behind.
-        bound = ("chairlift.child", str(os.getpid()), module)
         listen = ("--listen", self.address(name), "--log-format", "json")
-        self._run(name, lambda: ServiceProcess(*bound, *listen, *flags))
+        self._run(name, lambda: ServiceProcess(module, *listen, *flags))
 
     def _run(self, name: str, start: Callable[[], ServiceProcess]) -> None:
         self._starts[name] = start

@@ -83,6 +83,7 @@ class Oracle:
             output_logits=True,
             return_dict_in_generate=True,
         )
+        torch.set_num_threads(1)  # threads that wait for each other crawl when the servers run beside
         with torch.inference_mode():
             input_ids = torch.tensor([prompt])
             mask = torch.ones_like(input_ids)

@@ -1,6 +1,7 @@
 """A service of ours (or a stranger's) as a process of its own: started, waited for, stopped or killed."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ class ServiceProcess:
 
     def __init__(self, module: str, *flags: str, cwd: Path | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *flags],
+            # Its life is bound to ours: not even a test run that is killed leaves it behind.
+            [sys.executable, "-m", "chairlift.child", str(os.getpid()), module, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

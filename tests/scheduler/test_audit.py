@@ -71,5 +71,27 @@ def test_an_idle_executor_whose_blocks_are_not_all_free_is_seen() -> None:
     h.core.cancel(seq.request.key, FinishReason.ABORT, h.now)
     audit.check_idle(state)
     state.blocks.allocate(2)
-    with pytest.raises(BlockError, match="2 blocks are not free"):
+    with pytest.raises(BlockError, match="nothing runs, and 2 blocks are held"):
         audit.check_idle(state)
+
+
+def test_the_quick_look_sees_references_that_do_not_add_up() -> None:
+    h = Harness(max_num_seqs=2)
+    h.submit("a", [1, 2, 3, 4, 5], 20, ignore_eos=True)
+    h.submit("b", [1, 2, 3, 4, 5], 20, ignore_eos=True)
+    h.step()
+    state = h.core.executors[EXECUTOR]
+    audit.check_counts(state)
+    h.sequences["a"].block_table.append(9)
+    with pytest.raises(BlockError):
+        audit.check_counts(state)
+
+
+def test_what_the_books_say_is_described_for_the_log() -> None:
+    h = Harness()
+    seq = h.submit("a", [1, 2, 3, 4, 5], 20, ignore_eos=True)
+    h.plan()
+    said = audit.describe(h.core.executors[EXECUTOR])
+    assert said["running"] == {seq.seq_id: seq.block_table}
+    assert said["unanswered"] == [1]
+    assert said["num_blocks"] == 64

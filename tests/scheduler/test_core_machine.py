@@ -2,35 +2,59 @@
 
 - Every sequence ends exactly once; a finished one has the undisturbed output.
 - The checking executor sees no broken rule of the step protocol, and no wrong context.
+- Where whole lengths are reserved nothing is preempted; nobody is displaced more than a few times.
+- Tenants' counts are those of their sequences; their KV block-seconds add up exactly.
+- Every sequence's time line sums to the time since it came in.
 - Once nothing disturbs any more, everything ends within a bound.
+
+Times are multiples of 1/8 second, so that sums are exact.
 """
+
+import dataclasses
+import itertools
+from collections import defaultdict
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from scheduler import audit
 from scheduler.batching import Batching
 from scheduler.door import RefusedError
-from scheduler.policy import Limits
-from scheduler.sequence import FinishReason, Sequence, State
+from scheduler.policy import MAX_DISPLACEMENTS, Admission, Limits
+from scheduler.sequence import FinishReason, Sequence, State, StatusCode
+from scheduler.tenants import TenantLimits
+from scheduler.waiting import Policy
 from tests.rig.checking_executor import expected_output
 from tests.scheduler.harness import EXECUTOR, Harness
 
 CLIENT_ENDS = [FinishReason.STOP, FinishReason.ABORT, FinishReason.DEADLINE]
+TENANTS = {
+    "free": TenantLimits(),
+    "heavy": TenantLimits(weight=3.0),
+    "small": TenantLimits(
+        max_running=2, max_blocks=8, max_queued=4, max_queued_tokens=60, requests_per_minute=60
+    ),
+}
 
 
 class CoreMachine(RuleBasedStateMachine):
     """One executor that comes and goes; results late by up to a window."""
 
-    window = 1
-
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy, admission: Admission, window: int) -> None:
         super().__init__()
+        self.policy, self.admission, self.window = policy, admission, window
         self.all: list[Sequence] = []
-        self.failed: set[Sequence] = set()
-        self.ended: list[Sequence] = []
+        self.ended_at: dict[Sequence, float] = {}
+        self.block_seconds: defaultdict[str, float] = defaultdict(float)
         self.name = 0
 
     @initialize(
@@ -38,9 +62,12 @@ class CoreMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 3, 4, 8]),
         seats=st.integers(1, 6),
         budget=st.sampled_from([1, 5, 16, 64]),
-        batching=st.sampled_from([Batching.ITERATION] * 4 + [Batching.REQUEST, Batching.REQUEST_PADDED]),
+        batching=st.sampled_from([Batching.ITERATION] * 6 + [Batching.REQUEST, Batching.REQUEST_PADDED]),
         watermark=st.sampled_from([0.0, 0.1]),
         prefix_caching=st.sampled_from([True, True, False]),
+        aging=st.sampled_from([None, 10.0, 0.5]),
+        max_queued=st.sampled_from([None, None, 3]),
+        max_queued_tokens=st.sampled_from([None, None, 50]),
     )
     def start(
         self,
@@ -51,13 +78,22 @@ class CoreMachine(RuleBasedStateMachine):
         batching: Batching,
         watermark: float,
         prefix_caching: bool,
+        aging: float | None,
+        max_queued: int | None,
+        max_queued_tokens: int | None,
     ) -> None:
         self.h = Harness(
             Limits(
                 window=self.window,
+                policy=self.policy,
+                admission=self.admission,
                 watermark=watermark,
+                aging_seconds=aging,
                 orphan_grace_seconds=5.0,
                 prefix_caching=prefix_caching,
+                max_queued=max_queued,
+                max_queued_tokens=max_queued_tokens,
+                tenants=TENANTS,
             ),
             batching,
             num_blocks=num_blocks,
@@ -70,14 +106,18 @@ class CoreMachine(RuleBasedStateMachine):
     def attached(self) -> bool:
         return EXECUTOR in self.h.core.executors
 
+    # --- clients ------------------------------------------------------------------------------------
+
     @rule(
         length=st.integers(1, 24),
         max_tokens=st.integers(1, 30),
-        priority=st.sampled_from([0, 0, 0, -1, 1]),
-        lifetime=st.sampled_from([None, None, None, 3.0, 20.0]),
+        priority=st.sampled_from([0, 0, 0, -1, 1, 5]),
+        lifetime=st.sampled_from([None, None, None, 3.0, 20.0, -1.0]),
         ignore_eos=st.booleans(),
         salt=st.sampled_from([0, 0, 0, 1, 30]),
         cache_salt=st.sampled_from(["", "", "red"]),
+        tenant=st.sampled_from(["free", "heavy", "small"]),
+        waited=st.sampled_from([0.0, 0.0, 30.0]),
     )
     def submit(  # one argument for each thing that can differ
         self,
@@ -88,20 +128,38 @@ class CoreMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         salt: int,
         cache_salt: str,
+        tenant: str,
+        waited: float,
     ) -> None:
         self.name += 1
         prompt = [(5 * i + salt) % 90 for i in range(length)]
-        deadline = None if lifetime is None else self.h.now + lifetime
         fields = {
             "priority": priority,
-            "deadline": deadline,
+            "deadline": None if lifetime is None else self.h.now + lifetime,
             "ignore_eos": ignore_eos,
             "cache_salt": cache_salt,
+            "tenant": tenant,
+            "arrival": self.h.now - waited,
         }
         try:
             self.all.append(self.h.submit(f"r{self.name}", prompt, max_tokens, **fields))
-        except RefusedError:
-            assert not self.attached or length + max_tokens > self.h.core.max_total_tokens
+        except RefusedError as error:
+            self._check_refusal(error, tenant, length, max_tokens)
+
+    def _check_refusal(self, error: RefusedError, tenant: str, length: int, max_tokens: int) -> None:
+        limits = self.h.core.limits
+        match error.status_code:
+            case StatusCode.UNAVAILABLE:
+                assert not self.attached
+            case StatusCode.INVALID_ARGUMENT:
+                too_long = length + max_tokens > self.h.core.max_total_tokens
+                assert too_long or length > (limits.max_queued_tokens or 10**9)
+            case StatusCode.RESOURCE_EXHAUSTED:
+                assert error.retry_after_seconds is not None
+                bounded = limits.max_queued is not None or limits.max_queued_tokens is not None
+                assert bounded or tenant == "small" or self.policy is Policy.DEADLINE
+            case other:
+                raise AssertionError(f"refused with {other}: {error}")
 
     @precondition(lambda self: self.all)
     @rule(data=st.data(), reason=st.sampled_from(CLIENT_ENDS))
@@ -119,10 +177,8 @@ class CoreMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.all))
         have = seq.output_token_ids()
         have = have[: max(0, len(have) - cut)]
-        try:
-            again = self.h.core.submit(seq.request, have, now=self.h.now)
-        except RefusedError:
-            return
+        request = dataclasses.replace(seq.request, accepted_before=True)
+        again = self.h.core.submit(request, have, now=self.h.now)  # never refused: it was taken in before
         if again is not seq:
             self.all.append(again)
 
@@ -131,10 +187,15 @@ class CoreMachine(RuleBasedStateMachine):
     def orphan(self, data: st.DataObject) -> None:
         self.h.core.orphan(data.draw(st.sampled_from(self.all)), self.h.now)
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 7.0, 70.0]))
+    @rule(seconds=st.sampled_from([0.125, 0.125, 1.0, 7.0, 70.0, 100_000.0]))
     def clock(self, seconds: float) -> None:
+        for state in self.h.core.executors.values():
+            for seq in state.running.values():
+                self.block_seconds[seq.request.tenant] += len(seq.block_table) * seconds
         self.h.now += seconds
         self.h.core.expire(self.h.now)
+
+    # --- iterations ---------------------------------------------------------------------------------
 
     @precondition(lambda self: self.attached)
     @rule()
@@ -144,17 +205,19 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.attached and self.h.executor.plans)
     @rule(fail=st.sampled_from([None] * 8 + [0]))
     def result(self, fail: int | None) -> None:
-        ended = self.h.result(fail=fail)
-        self.failed |= {seq for seq in ended if seq.finish and seq.finish.reason is FinishReason.ERROR}
+        self.h.result(fail=fail)
 
     @precondition(lambda self: self.attached)
-    @rule()
-    def step(self) -> None:
-        before = (len(self.h.plans), len(self.ended))
-        self.h.step()
-        if not self.h.core.is_idle:
-            moved = bool(self.h.plans[before[0] :]) or self.h.executor.plans or self.h.plan() is not None
-            assert moved, "something runs or waits, and a step moved nothing"
+    @rule(count=st.integers(1, 10))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            before = len(self.h.plans)
+            self.h.step()
+            if not self.h.core.is_idle:
+                moved = self.h.plans[before:] or self.h.executor.plans or self.h.plan() is not None
+                assert moved, "something runs or waits, and a step moved nothing"
+
+    # --- executors ----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.attached)
     @rule()
@@ -165,6 +228,8 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def attach(self) -> None:
         self.h.attach()
+
+    # --- laws ---------------------------------------------------------------------------------------
 
     @invariant()
     def audit(self) -> None:
@@ -177,6 +242,48 @@ class CoreMachine(RuleBasedStateMachine):
             assert output == whole[: len(output)]
             if seq.finish is not None and seq.finish.reason is FinishReason.LENGTH:
                 assert (output, FinishReason.LENGTH) == (whole, reason)
+            assert seq.num_displacements <= MAX_DISPLACEMENTS
+
+    @invariant()
+    def nothing_reserved_is_preempted(self) -> None:
+        if not hasattr(self, "h") or self.h.core.batching is Batching.REQUEST_PADDED:
+            return  # padding has no length to reserve
+        if self.admission is Admission.RESERVE:
+            assert self.h.core.counters.preemptions == 0
+
+    @invariant()
+    def tenants_are_their_sequences(self) -> None:
+        if not hasattr(self, "h"):
+            return
+        core = self.h.core
+        running = [seq for state in core.executors.values() for seq in state.running.values()]
+        for tenant in core.tenants:
+            mine = [seq for seq in running if seq.tenant is tenant]
+            assert tenant.num_running == len(mine)
+            assert tenant.num_blocks == sum(len(seq.block_table) for seq in mine)
+            waiting = [seq for seq in core.waiting if seq.tenant is tenant]
+            assert tenant.num_waiting == len(waiting)
+            assert tenant.num_waiting_tokens == sum(len(seq.token_ids) for seq in waiting)
+            tenant.meter(0, self.h.now)
+            assert tenant.block_seconds == self.block_seconds[tenant.name]
+            assert len(mine) <= (tenant.limits.max_running or len(mine))
+
+    @invariant()
+    def time_lines_sum_to_the_time_since_arrival(self) -> None:
+        if not hasattr(self, "h"):
+            return
+        now = self.h.now
+        for seq in self.all:
+            assert seq.time_line is not None
+            if seq.state is State.FINISHED:
+                end = self.ended_at.setdefault(seq, now)
+                entries = seq.time_line.entries
+            else:
+                end = now
+                entries = seq.time_line.so_far(now, self.h.core.clocks)
+            assert sum(entry.duration for entry in entries) == end - seq.request.arrival
+            for before, after in itertools.pairwise(entries):
+                assert before.start + before.duration == after.start
 
     def teardown(self) -> None:
         if not hasattr(self, "h"):
@@ -187,21 +294,43 @@ class CoreMachine(RuleBasedStateMachine):
         state = self.h.core.executors[EXECUTOR]
         assert state.blocks.num_free == state.blocks.num_blocks
         assert all(seq.state is State.FINISHED for seq in self.all)
+        assert all(not tenant.has_work for tenant in self.h.core.tenants)
+        assert self.h.core.waiting.num_tokens == 0
         self.h.now += 1000.0
         self.h.core.expire(self.h.now)
         assert self.h.core.sequences == {}
         assert self.h.core.next_timer is None
 
 
-class WindowTwoMachine(CoreMachine):
-    window = 2
+def run(policy: Policy, admission: Admission, window: int, *, examples: int, steps: int) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
+        lambda: CoreMachine(policy, admission, window),  # type: ignore[arg-type, return-value, unused-ignore]
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
 
 
-# 2 windows x 100 examples x 50 operations: 10,000.
-_settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestWindowOne = pytest.mark.timeout(300)(CoreMachine.TestCase)
-TestWindowOne.settings = _settings
-TestWindowTwo = pytest.mark.timeout(300)(WindowTwoMachine.TestCase)
-TestWindowTwo.settings = _settings
+ALL = list(itertools.product(Policy, Admission, [1, 2]))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("policy", "admission", "window"), ALL)
+def test_whatever_comes_every_law_holds_and_everything_ends(
+    policy: Policy, admission: Admission, window: int
+) -> None:
+    """18 kinds x 14 examples x 40 operations: 10,080."""
+    run(policy, admission, window, examples=14, steps=40)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("policy", "admission", "window"), ALL)
+def test_whatever_comes_for_long_every_law_holds_and_everything_ends(
+    policy: Policy, admission: Admission, window: int
+) -> None:
+    """18 kinds x 100 examples x 100 operations: 180,000."""
+    run(policy, admission, window, examples=100, steps=100)

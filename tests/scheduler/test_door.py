@@ -90,11 +90,11 @@ def test_b94_up_to_the_seats_and_the_queue_are_accepted_and_the_rest_is_told_whe
     assert accepted == 14
     assert h.core.counters.refused == len(refused) == 986
     assert len(h.core.sequences) == 14
-    for error in refused:
-        assert error.status_code is StatusCode.RESOURCE_EXHAUSTED
-        assert "14 requests are waiting, the limit is 10; try again in" in error.message
-        assert error.retry_after_seconds is not None
-        assert 0.05 <= error.retry_after_seconds <= 60
+    for item in refused:
+        assert item.status_code is StatusCode.RESOURCE_EXHAUSTED
+        assert "14 requests are waiting, the limit is 10; try again in" in item.message
+        assert item.retry_after_seconds is not None
+        assert 0.05 <= item.retry_after_seconds <= 60
     h.run_to_end()
     h.check_outputs()
     for i in range(14):

@@ -120,6 +120,27 @@ def test_who_finds_its_beginning_held_by_others_needs_less() -> None:
     h.check_outputs()
 
 
+@ADMISSIONS
+def test_a_beginning_that_all_share_is_counted_once(admission: Admission) -> None:
+    h = Harness(
+        limits(admission=admission),
+        num_blocks=128,
+        block_size=16,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        max_seq_len=1024,
+    )
+    for i in range(32):
+        h.submit(f"r{i}", [*prompt(512), i, i + 1], 16, ignore_eos=True)
+    most = 0
+    while not h.core.is_idle:
+        h.step()
+        most = max(most, h.core.num_running)
+    h.check_outputs()
+    assert most == 32
+    assert h.core.counters.preemptions == 0
+
+
 # --- tenants --------------------------------------------------------------------------------------------
 
 
@@ -225,6 +246,21 @@ def test_b07_the_important_do_not_wait_for_room_that_the_less_important_hold(adm
     h.step()
     h.step()
     assert high.state is State.RUNNING
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_nobody_makes_way_whose_blocks_the_head_would_only_share() -> None:
+    """Of the four blocks of `low`, three are the head's own beginning: its leaving would free one."""
+    h = Harness(limits(admission=Admission.OPTIMISTIC), num_blocks=9, block_size=16)
+    low = h.submit("low", prompt(48), 14, priority=5, ignore_eos=True)
+    h.submit("high", prompt(50, 60), 14, ignore_eos=True)
+    for _ in range(11):
+        h.step()
+    head = h.submit("head", prompt(95), 1, ignore_eos=True)
+    h.step()
+    assert (low.state, head.state) == (State.RUNNING, State.WAITING)
+    assert h.core.counters.displacements == 0
     h.run_to_end()
     h.check_outputs()
 

@@ -1,9 +1,12 @@
 import pytest
 
 from scheduler.batching import Batching
+from scheduler.blocks import BlockError
 from scheduler.executor_state import ExecutorState
 from scheduler.policy import Limits
+from scheduler.sequence import FinishReason, State
 from tests.rig.checking_executor import capacity
+from tests.scheduler.harness import EXECUTOR, Harness
 
 
 def state(limits: Limits, **capacities: int) -> ExecutorState:
@@ -36,3 +39,15 @@ def test_b01_the_longest_sequence_is_bound_by_the_model_or_by_the_blocks_in_use(
 @pytest.mark.parametrize(("watermark", "expected"), [(0.0, 0), (0.1, 6), (0.01, 0)])
 def test_the_watermark_is_a_share_of_the_blocks(watermark: float, expected: int) -> None:
     assert state(Limits(watermark=watermark)).watermark_blocks == expected
+
+
+def test_a_disagreement_about_blocks_is_kept_for_the_next_plan_to_raise() -> None:
+    """A cancel that finds it still ends: its caller can do nothing about it."""
+    h = Harness()
+    seq = h.submit("a", [1, 2, 3], 9, ignore_eos=True)
+    h.step()
+    h.core.executors[EXECUTOR].blocks.release(seq.block_table)
+    assert h.core.cancel(seq.request.key, FinishReason.ABORT, h.now) is seq
+    assert seq.state is State.FINISHED
+    with pytest.raises(BlockError, match="is released and nobody holds it"):
+        h.core.schedule(EXECUTOR, h.now)

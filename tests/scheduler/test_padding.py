@@ -2,6 +2,7 @@ import pytest
 
 from scheduler import padding
 from scheduler.batching import Batching
+from scheduler.policy import Admission, Limits
 from scheduler.sequence import Finish, FinishReason, Sequence, State
 from tests.scheduler.harness import EXECUTOR, Harness
 from tests.scheduler.sequences import running
@@ -91,3 +92,28 @@ def test_padding_is_charged_to_nobody_and_delivers_nothing() -> None:
 
 def test_a_sequence_without_padding_is_not_padding() -> None:
     assert not running("a").is_padding
+
+
+def test_padding_does_not_outlive_the_last_member_when_that_one_is_preempted() -> None:
+    h = Harness(
+        Limits(window=1, watermark=0.0, admission=Admission.OPTIMISTIC),
+        Batching.REQUEST_PADDED,
+        num_blocks=6,
+        block_size=4,
+        max_num_seqs=2,
+    )
+    h.submit("short", [(7 * i) % 90 for i in range(11)], 2, ignore_eos=True)
+    h.submit("long", [(7 * i + 1) % 90 for i in range(11)], 13, ignore_eos=True)
+    h.run_to_end(max_steps=200)
+    h.check_outputs()
+
+
+def test_a_batch_whose_last_real_member_is_preempted_ends_and_opens_again() -> None:
+    """Else its padding would be computed for ever, and nobody could enter."""
+    limits = Limits(window=1, watermark=0.0, admission=Admission.OPTIMISTIC)
+    h = Harness(limits, Batching.REQUEST_PADDED, num_blocks=3, block_size=4)
+    h.submit("short", [1, 2], 4, ignore_eos=True)
+    long = h.submit("long", [3], 8, ignore_eos=True)
+    h.run_to_end(max_steps=100)
+    h.check_outputs()
+    assert long.num_preemptions == 1

@@ -460,10 +460,10 @@ async def test_a_watcher_of_another_executor_sees_nothing(shell: Shell, executor
     mine.cancel()
 
 
-async def test_explain_is_refused_by_name(shell: Shell) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="Explain") as error:
+async def test_explain_names_a_request_of_which_nothing_is_known(shell: Shell) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="nothing is known of request 'a'") as error:
         await shell.stub.Explain(router_pb2.ExplainRequest(request_id="a"))
-    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 # --- leaving ------------------------------------------------------------------------------------------

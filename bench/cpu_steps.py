@@ -1,0 +1,108 @@
+"""The executor's step alone, without scheduler and gRPC: seconds by batch width, and of prefill.
+
+    python -m bench.cpu_steps [--model models/smollm2] [--dtype bfloat16] [--context 96] [--plain]
+
+Medians of several steps, the widths alternating. The limits are measured in the same run.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from executor import runner as runner_module
+from executor.attention.base import AttentionSpec
+from executor.attention.reference import ReferenceAttention
+from executor.inputs import SampleRow, StepInputs, build_inputs
+from executor.operations.plain import PlainOperations
+from executor.runner import ModelRunner
+from executor.sequences import Row, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
+
+
+def rows(
+    runner: ModelRunner, width: int, num_tokens: int, context: int
+) -> tuple[StepInputs, list[SampleRow]]:
+    """`width` sequences whose last `num_tokens` of `context` tokens are computed."""
+    blocks = -(-context // runner.block_size)
+    rng = np.random.default_rng(width)
+    tables = rng.permutation(runner.num_blocks)[: width * blocks].astype(np.int32).reshape(width, blocks)
+    batch = build_inputs(
+        [
+            Row(
+                i,
+                rng.integers(0, runner.vocab_size, num_tokens).tolist(),
+                context - num_tokens,
+                table,
+                GREEDY,
+                0,
+                (),
+            )
+            for i, table in enumerate(tables)
+        ],
+        runner.block_size,
+    )
+    return batch.inputs, batch.sample_rows
+
+
+def limits() -> tuple[float, float]:
+    """GF/s of the best of five 2048³ bf16 products, GB/s of the best of five reads of a gigabyte."""
+    a = torch.randn(2048, 2048).bfloat16()
+    many = torch.zeros(1 << 28)
+    products, reads = [], []
+    for _ in range(5):
+        began = time.perf_counter()
+        a @ a
+        products.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        many.sum()
+        reads.append(time.perf_counter() - began)
+    return 2 * 2048**3 / min(products) / 1e9, (1 << 30) / min(reads) / 1e9
+
+
+def plain_operations(spec: AttentionSpec) -> PlainOperations:
+    """What runs where there are no kernels."""
+    return PlainOperations(ReferenceAttention(spec))
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--context", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--plain", action="store_true", help="plain torch in place of the kernels")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.plain:
+        runner_module.select_operations = plain_operations
+    runner = ModelRunner.load(
+        options.model, dtype=options.dtype, device="cpu", num_blocks=3000, block_size=16, max_num_seqs=256
+    )
+    runner.warm_up()
+    print("limits: {:.0f} GF/s, {:.1f} GB/s".format(*limits()))
+    widths = (1, 8, 16, 32, 64)
+    steps = {f"decode of {width}": (width, rows(runner, width, 1, options.context)) for width in widths}
+    for tokens in (64, 256, 512, 1024):
+        steps[f"prefill of {tokens}"] = (tokens, rows(runner, 1, tokens, tokens))
+    seconds: dict[str, list[tuple[int, int]]] = {name: [] for name in steps}
+    for _ in range(options.rounds):
+        for name, (_, (inputs, sample_rows)) in steps.items():
+            output = runner.step(inputs, sample_rows)
+            seconds[name].append((output.forward_us, output.sample_us))
+    for name, (tokens, _) in steps.items():
+        forward, sample = (statistics.median(column) / 1000 for column in zip(*seconds[name], strict=True))
+        rate = 1000 * tokens / (forward + sample)
+        print(f"{name:16} {forward:8.2f} ms + {sample:5.2f} ms sampling {rate:7.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""`chairlift bench KIND`: the benchmarks that anyone can run on their own model."""
+
+import argparse
+import importlib
+
+_KINDS = {"offline": "a workload file, all at once: seconds and tokens"}
+
+
+def main(argv: list[str]) -> int:
+    """Runs one kind; returns its exit code."""
+    kind, *rest = argv or ["--help"]
+    if kind in _KINDS:
+        exit_code: int = importlib.import_module(f"chairlift.bench_{kind}").main(rest)
+        return exit_code
+    lines = [f"  {name:<12} {text}" for name, text in _KINDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="chairlift bench",
+        usage="chairlift bench KIND …",
+        epilog="\n".join(["kinds:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=list(_KINDS), help=argparse.SUPPRESS)
+    parser.parse_args(argv)
+    return 0

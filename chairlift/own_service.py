@@ -1,0 +1,45 @@
+"""A service of one's own: `chairlift serve` on a private socket, gone when the block is left."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from rpc.address import Address
+from rpc.errors import StartError
+
+
+@contextlib.asynccontextmanager
+async def own_service(flags: list[str], *, tell: Callable[[str], None]) -> AsyncIterator[Address]:
+    """`chairlift serve` with `flags`, ready; yields the router's address. `tell` gets its lines meanwhile.
+
+    Raises:
+        StartError: it did not become ready, or did not end well.
+    """
+    with tempfile.TemporaryDirectory(prefix="chairlift-own-") as folder:
+        address = Address.parse(f"unix:{Path(folder)}/router.sock", field="the socket (see TMPDIR)")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "chairlift.child", str(os.getpid()), "chairlift", "serve"),
+            *(*flags, "--listen", str(address)),
+            stdout=asyncio.subprocess.PIPE,
+            process_group=0,
+        )
+        assert process.stdout is not None  # a pipe
+        try:
+            async for line in process.stdout:
+                tell(line.decode().rstrip())
+                if line.startswith(b"router ready"):
+                    break
+            else:
+                raise StartError("the service did not become ready; what it said is above")
+            yield address
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+            code = await process.wait()
+        if code != 0:
+            raise StartError(f"the service ended with exit code {code}")

@@ -1,0 +1,176 @@
+"""The built kernels as Python calls them: structures and signatures, in the order of `kernels.cpp`.
+
+Every pointer is the address of memory that the caller keeps alive during the call.
+"""
+
+import ctypes
+from ctypes import POINTER, Structure, c_bool, c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
+
+import structlog
+
+from executor.kernels.build import InstructionSet, KernelsUnavailableError, available, built
+
+MOST_QUERY_ROWS = 32
+"""Query rows (heads of tokens) that attention computes together."""
+MOST_HEAD_DIM = 512
+UNIT_PADDING = 32
+"""Inputs of a projection are zero up to the next multiple of so many numbers."""
+COLUMN_PADDING = 32
+"""Packed columns come in multiples of so many."""
+
+log = structlog.get_logger()
+
+
+class Finish(IntEnum):
+    """What is done to a projection's sums before they are stored."""
+
+    AS_IS = 0
+    SILU_GATE = 1
+    GELU_TANH_GATE = 2
+    SOFT_CAP = 3
+
+
+class LinearCall(Structure):
+    """`LinearCall` of linear.hpp."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("row_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("num_rows", c_int),
+        ("num_units", c_int),
+        ("num_pairs", c_int),
+        ("num_columns", c_int),
+        ("soft_cap", c_float),
+    )
+
+
+class RotateCall(Structure):
+    """`RotateCall` of rows.hpp."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("qkv_stride", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("rope", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("query", c_void_p),
+        ("query_stride", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("num_tokens", c_int),
+        ("num_heads", c_int),
+        ("num_kv_heads", c_int),
+        ("head_dim", c_int),
+        ("block_size", c_int),
+        ("query_eps", c_float),
+        ("key_eps", c_float),
+    )
+
+
+class AttentionCall(Structure):
+    """`AttentionCall` of attention.hpp."""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("query_stride", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("seq_lens", c_void_p),
+        ("query_start", c_void_p),
+        ("first_block", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("num_rows", c_int),
+        ("num_heads", c_int),
+        ("num_kv_heads", c_int),
+        ("head_dim", c_int),
+        ("block_size", c_int),
+        ("window", c_int),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+    )
+
+
+class SamplingCall(Structure):
+    """`SamplingCall` of sampling.hpp."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("uniforms", c_void_p),
+        ("temperatures", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("token_ids", c_void_p),
+        ("highest", c_void_p),
+        ("num_rows", c_int),
+        ("vocab_size", c_int),
+    )
+
+
+class Kernels:
+    """One built set of kernels, its threads started."""
+
+    def __init__(self, instruction_set: InstructionSet, num_threads: int) -> None:
+        """Raises KernelsUnavailableError."""
+        path = built(instruction_set)
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from error
+        self.start = library.start
+        """Start threads until there are so many; there are never fewer again."""
+        self.start.argtypes, self.start.restype = (c_int,), c_bool
+        if not self.start(num_threads):
+            raise KernelsUnavailableError(f"the system does not let us use {instruction_set.name}")
+        self.name = instruction_set.name
+        self.pack_weight = library.pack_weight
+        self.pack_weight.argtypes = (c_void_p, c_int, c_int, c_bool, c_void_p, c_bool)
+        self.linear_layer = library.linear_layer
+        self.linear_layer.argtypes = (POINTER(LinearCall), c_int, c_bool, c_bool)
+        self.embed = library.embed
+        self.embed.argtypes = (
+            *(c_void_p, c_int, c_int, c_void_p, c_int, c_float, c_void_p, c_int64),
+            c_bool,
+        )
+        self.norm_rows = library.norm_rows
+        self.norm_rows.argtypes = (
+            *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_float),
+            *(c_void_p, c_int64, c_int, c_int, c_bool),
+        )
+        self.rotate_store = library.rotate_store
+        self.rotate_store.argtypes = (POINTER(RotateCall), c_bool)
+        self.paged_attention = library.paged_attention
+        self.paged_attention.argtypes = (POINTER(AttentionCall), c_bool)
+        self.choose_tokens = library.choose_tokens
+        self.choose_tokens.argtypes = (POINTER(SamplingCall),)
+        for function in vars(self).values():
+            if hasattr(function, "restype"):
+                function.restype = None
+        self.start.restype = c_bool
+
+
+def fastest(num_threads: int) -> Kernels:
+    """The fastest kernels that run here. Raises KernelsUnavailableError when none do."""
+    reasons = []
+    for instruction_set in available():
+        try:
+            return Kernels(instruction_set, num_threads)
+        except KernelsUnavailableError as reason:
+            log.warning("kernels_unavailable", instruction_set=instruction_set.name, reason=str(reason))
+            reasons.append(str(reason))
+    raise KernelsUnavailableError(
+        reasons[-1]
+        if reasons
+        else "this processor has none of the instruction sets that they are written for"
+    )

@@ -1,0 +1,138 @@
+// Projections. A packed weight `[out, in]`, in panels of sixteen output columns:
+//
+//     [ out / 16 | in / PER_UNIT | 16 lanes | PER_UNIT ]     both dimensions padded with zeros:
+//       panel      unit            column     number          in to 32 numbers, out to 32 columns
+//
+// One panel is read from its begin to its end, whatever the number of rows. The second projection of a gated
+// MLP is packed with it, panel by panel: gate, up, gate, up; so a pair of panels holds both sides of a product
+// and the activation is applied before anything is stored.
+#pragma once
+
+#include "pool.hpp"
+#include "product.hpp"
+
+enum Finish { AS_IS = 0, SILU_GATE = 1, GELU_TANH_GATE = 2, SOFT_CAP = 3 };
+
+constexpr int PAIR = 2 * LANES;             // columns of two panels
+constexpr size_t SLAB_BYTES = 768 * 1024;   // of rows: they stay in the core's cache while panels go by
+
+static INLINE int padded(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// Column `column` of the packed order is row `row` of the weight; none where the result is `num_rows` or more.
+static INLINE int source_row(int column, int num_rows, bool gated) {
+    if (!gated) return column;
+    int half = num_rows / 2, panel = column / LANES, place = panel / 2 * LANES + column % LANES;
+    if (place >= half) return num_rows;
+    return panel % 2 == 0 ? place : half + place;
+}
+
+template <class Type>
+static void pack(const Type* weight, int num_rows, int in, bool gated, Type* packed) {
+    constexpr int PER = PER_UNIT<Type>;
+    int num_units = padded(in, 32) / PER;
+    int num_columns = gated ? 2 * padded(num_rows / 2, LANES) : padded(num_rows, PAIR);
+    pool().run(num_columns / LANES, [&](int panel) {
+        Type* to = packed + (size_t)panel * num_units * LANES * PER;
+        const Type* from[LANES];
+        for (int lane = 0; lane < LANES; lane++) {
+            int row = source_row(panel * LANES + lane, num_rows, gated);
+            from[lane] = row < num_rows ? weight + (size_t)row * in : nullptr;
+        }
+        for (int unit = 0; unit < num_units; unit++)
+            for (int lane = 0; lane < LANES; lane++)
+                for (int part = 0; part < PER; part++) {
+                    int number = unit * PER + part;
+                    *to++ = from[lane] && number < in ? from[lane][number] : Type{};
+                }
+    });
+}
+
+struct LinearCall {
+    const void* rows;        // numbers of the computation's type, zero from `in` to the next multiple of 32
+    int64_t row_stride;      // numbers from row to row
+    const void* weight;      // packed
+    const float* bias;       // in packed order, padded like the columns; or null
+    void* out;
+    int64_t out_stride;      // numbers from row to row
+    int num_rows;
+    int num_units;           // of a panel
+    int num_pairs;           // of panels
+    int num_columns;         // of the result
+    float soft_cap;
+};
+
+template <class Out>
+static INLINE void finish(const LinearCall& it, int finishing, const float* sums, int row, int num_rows, int pair) {
+    bool gated = finishing == SILU_GATE || finishing == GELU_TANH_GATE;
+    int width = gated ? LANES : PAIR, first = pair * width;
+    Floats bias[2] = {};
+    if (it.bias) bias[0] = load<Floats>(it.bias + pair * PAIR), bias[1] = load<Floats>(it.bias + pair * PAIR + LANES);
+    for (int i = 0; i < num_rows; i++) {
+        Floats left = load<Floats>(sums + i * PAIR) + bias[0], right = load<Floats>(sums + i * PAIR + LANES) + bias[1];
+        Out* out = (Out*)it.out + (row + i) * it.out_stride + first;
+        switch (finishing) {
+            case SILU_GATE:
+                left = left / (1.0f + exponential(at_most(-left, 88.0f))) * right;
+                break;
+            case GELU_TANH_GATE: {
+                Floats inner = 0.7978845608028654f * (left + 0.044715f * left * left * left);
+                left = 0.5f * left * (1.0f + hyperbolic_tangent(inner)) * right;
+                break;
+            }
+            case SOFT_CAP:
+                left = it.soft_cap * hyperbolic_tangent(left / it.soft_cap);
+                right = it.soft_cap * hyperbolic_tangent(right / it.soft_cap);
+                break;
+        }
+        store_floats(out, left, it.num_columns - first);
+        if (!gated && first + LANES < it.num_columns) store_floats(out + LANES, right, it.num_columns - first - LANES);
+    }
+}
+
+template <class Type, class Out>
+static void linear(const LinearCall& it, int finishing) {
+    constexpr bool TILES = HAS_TILES<Type>;
+    constexpr int BLOCK = TILES ? MOST_ROWS : 2 * REGISTER_ROWS;
+    size_t row_bytes = (size_t)it.num_units * 4, panel_units = (size_t)it.num_units * LANES;
+    int slab = padded((int)(SLAB_BYTES / row_bytes) + 1, BLOCK);
+    int num_slabs = (it.num_rows + slab - 1) / slab;
+    // Few rows: larger chunks, so that a thread reads on where it is.
+    int wanted = 8 * pool().num_threads();
+    int pairs_per_chunk = it.num_pairs * num_slabs > wanted ? it.num_pairs * num_slabs / wanted : 1;
+    int chunks_per_slab = (it.num_pairs + pairs_per_chunk - 1) / pairs_per_chunk;
+    size_t a_stride = (size_t)it.row_stride / PER_UNIT<Type>;
+    pool().run(num_slabs * chunks_per_slab, [&](int chunk) {
+        int first_row = chunk / chunks_per_slab * slab, first_pair = chunk % chunks_per_slab * pairs_per_chunk;
+        int end_row = first_row + slab < it.num_rows ? first_row + slab : it.num_rows;
+        int end_pair = first_pair + pairs_per_chunk < it.num_pairs ? first_pair + pairs_per_chunk : it.num_pairs;
+        alignas(64) float sums[MOST_ROWS * PAIR];
+        for (int pair = first_pair; pair < end_pair; pair++) {
+            const uint32_t* panel = (const uint32_t*)it.weight + 2 * pair * panel_units;
+            for (int row = first_row; row < end_row; row += BLOCK) {
+                int num_rows = row + BLOCK < end_row ? BLOCK : end_row - row;
+                const uint32_t* a = (const uint32_t*)it.rows + row * a_stride;
+                // The first of several blocks of rows waits for memory once, and has the next pair fetched.
+                ptrdiff_t ahead = row == first_row && num_rows == BLOCK ? 2 * panel_units : 0;
+                product<Type, 2, TILES>(
+                    {a, a_stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums, PAIR, ahead}, num_rows);
+                finish<Out>(it, finishing, sums, row, num_rows, pair);
+            }
+        }
+        release_tiles();
+    });
+}
+
+// Rows `ids` of a packed weight, times `scale`: embeddings that are the output head as well.
+template <class Type>
+static void gather_rows(const Type* packed, int num_units, int in, const int64_t* ids, int count, float scale,
+                        float* out, int64_t out_stride) {
+    constexpr int PER = PER_UNIT<Type>;
+    pool().run((count + 7) / 8, [&](int chunk) {
+        for (int i = chunk * 8; i < count && i < chunk * 8 + 8; i++) {
+            const Type* from = packed + ((size_t)(ids[i] / LANES) * num_units * LANES + ids[i] % LANES) * PER;
+            for (int number = 0; number < in; number++)
+                out[i * out_stride + number] =
+                    scale * widened(from[(size_t)(number / PER) * LANES * PER + number % PER]);
+        }
+    });
+}

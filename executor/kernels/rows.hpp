@@ -1,0 +1,137 @@
+// What is done to one token's numbers at a time: norms, rotation, the write into the KV cache.
+//
+// The cache of one layer's keys, and of its values, is `[block | kv head | block_size * head_dim numbers]`; one
+// head's numbers of one block lie as the products of attention read them:
+//
+//     keys     [ block_size / 16 | head_dim / PER_UNIT | 16 slots | PER_UNIT ]     panels of sixteen slots
+//     values   [ block_size / PER_UNIT | head_dim | PER_UNIT ]                     units of neighbouring slots
+//
+// Where the block size is no multiple, the last panel (the last unit) is as much narrower.
+#pragma once
+
+#include "pool.hpp"
+
+constexpr int MOST_HEAD_DIM = 512;
+
+// Where a slot's numbers stand in its head's run: PER_UNIT neighbours at a time from `begin`, `step` apart, for
+// keys; one at a time for values.
+struct Places {
+    size_t begin;
+    size_t step;
+};
+
+template <class Type>
+static INLINE Places key_places(int offset, int head_dim, int block_size) {
+    int first = offset / LANES * LANES, width = block_size - first < LANES ? block_size - first : LANES;
+    return {(size_t)first * head_dim + (size_t)(offset - first) * PER_UNIT<Type>, (size_t)width * PER_UNIT<Type>};
+}
+
+template <class Type>
+static INLINE Places value_places(int offset, int head_dim, int block_size) {
+    constexpr int PER = PER_UNIT<Type>;
+    int first = offset / PER * PER, width = block_size - first < PER ? block_size - first : PER;
+    return {(size_t)first * head_dim + offset - first, (size_t)width};
+}
+
+template <class Type>
+static INLINE float root_mean_square_scale(const Type* numbers, int count, float eps) {
+    Floats squares = {};
+    for (int i = 0; i < count; i += LANES) {
+        Floats some = load_floats(numbers + i, count - i);
+        squares = squares + some * some;
+    }
+    return 1.0f / __builtin_sqrtf(sum_of_lanes(squares) / (float)count + eps);
+}
+
+constexpr int ROWS_PER_CHUNK = 8;
+
+template <class Work>
+static void for_rows(int num_rows, const Work& work) {
+    pool().run((num_rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, [&](int chunk) {
+        for (int row = chunk * ROWS_PER_CHUNK; row < num_rows && row < (chunk + 1) * ROWS_PER_CHUNK; row++) work(row);
+    });
+}
+
+// Adds `update` (none: null), normed itself if `update_weight` is given, and norms the sum.
+template <class Type>
+static void add_norm(float* hidden, int64_t hidden_stride, const Type* update, int64_t update_stride, const float* update_weight,
+                     float update_eps, const float* weight, float eps, Type* out, int64_t out_stride, int num_rows,
+                     int size) {
+    for_rows(num_rows, [&](int row) {
+        float* sum = hidden + row * hidden_stride;
+        if (update) {
+            const Type* added = update + row * update_stride;
+            float scale = update_weight ? root_mean_square_scale(added, size, update_eps) : 1.0f;
+            for (int i = 0; i < size; i += LANES) {
+                Floats some = load_floats(added + i, size - i);
+                if (update_weight) some = some * scale * load_floats(update_weight + i, size - i);
+                store_floats(sum + i, load_floats(sum + i, size - i) + some, size - i);
+            }
+        }
+        float scale = root_mean_square_scale(sum, size, eps);
+        for (int i = 0; i < size; i += LANES)
+            store_floats(out + row * out_stride + i,
+                         load_floats(sum + i, size - i) * scale * load_floats(weight + i, size - i), size - i);
+    });
+}
+
+struct RotateCall {
+    const void* qkv;         // [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    int64_t qkv_stride;
+    const int64_t* positions;
+    const int64_t* slots;
+    const float* rope;       // [positions, 2, head_dim / 2]
+    const float* query_norm; // [head_dim] or null
+    const float* key_norm;
+    void* query;             // [T, num_heads * head_dim]
+    int64_t query_stride;
+    void* keys;
+    void* values;
+    int num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+    float query_eps, key_eps;
+};
+
+// Norms and rotates one head: element i is paired with element i + head_dim / 2.
+template <class Type>
+static INLINE void rotated(const Type* head, const float* norm, float eps, const float* angles, int head_dim, Type* out) {
+    float scale = norm ? root_mean_square_scale(head, head_dim, eps) : 1.0f;
+    int half = head_dim / 2;
+    for (int i = 0; i < half; i += LANES) {
+        int count = half - i;
+        Floats first = load_floats(head + i, count), second = load_floats(head + half + i, count);
+        if (norm) {
+            first = first * scale * load_floats(norm + i, count);
+            second = second * scale * load_floats(norm + half + i, count);
+        }
+        Floats cosine = load_floats(angles + i, count), sine = load_floats(angles + half + i, count);
+        store_floats(out + i, first * cosine - second * sine, count);
+        store_floats(out + half + i, second * cosine + first * sine, count);
+    }
+}
+
+template <class Type>
+static void rotate_and_store(const RotateCall& it) {
+    int head_dim = it.head_dim, block_size = it.block_size;
+    size_t run = (size_t)block_size * head_dim;
+    for_rows(it.num_tokens, [&](int token) {
+        const Type* head = (const Type*)it.qkv + token * it.qkv_stride;
+        const float* angles = it.rope + it.positions[token] * head_dim;
+        Type* query = (Type*)it.query + token * it.query_stride;
+        for (int i = 0; i < it.num_heads; i++, head += head_dim, query += head_dim)
+            rotated(head, it.query_norm, it.query_eps, angles, head_dim, query);
+        size_t block = it.slots[token] / block_size;
+        int offset = it.slots[token] % block_size;
+        Places to_keys = key_places<Type>(offset, head_dim, block_size);
+        Places to_values = value_places<Type>(offset, head_dim, block_size);
+        Type turned[MOST_HEAD_DIM];
+        for (int i = 0; i < it.num_kv_heads; i++, head += head_dim) {
+            rotated(head, it.key_norm, it.key_eps, angles, head_dim, turned);
+            Type* to = (Type*)it.keys + (block * it.num_kv_heads + i) * run + to_keys.begin;
+            for (int n = 0; n < head_dim; n += PER_UNIT<Type>, to += to_keys.step) memcpy((void*)to, turned + n, 4);
+        }
+        for (int i = 0; i < it.num_kv_heads; i++, head += head_dim) {
+            Type* to = (Type*)it.values + (block * it.num_kv_heads + i) * run + to_values.begin;
+            for (int n = 0; n < head_dim; n++, to += to_values.step) *to = head[n];
+        }
+    });
+}

@@ -1,0 +1,47 @@
+"""Memory on the CPU, in huge pages where the system gives them.
+
+Weights are read from end to end at every step, and KV blocks lie anywhere: with pages of 4 KiB the processor
+looks up addresses for a good part of that time. Pages are taken when they are first touched, and are zero.
+"""
+
+import math
+import mmap
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT_BYTES: Final = 64
+_SLAB_BYTES: Final = 64 << 20
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros. Raises OSError when there is no room for it."""
+    return torch.frombuffer(_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
+class Arena:
+    """Tensors that live as long as each other, laid end to end: small ones share a huge page."""
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used_bytes = 0
+
+    def zeros(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A tensor `[num_elements]` of zeros that begins at a cache line."""
+        num_bytes = num_elements * dtype.itemsize
+        start = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if start + num_bytes > len(self._slab):
+            # What is left of the old slab was never touched: it takes addresses, not memory.
+            self._slab, start = zeros((max(_SLAB_BYTES, num_bytes),), torch.uint8), 0
+        self._used_bytes = start + num_bytes
+        return self._slab[start : self._used_bytes].view(dtype)
+
+
+def _pages(num_bytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        return pages  # a kernel without huge pages; small ones do
+    return pages

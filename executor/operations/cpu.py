@@ -1,0 +1,336 @@
+"""A decoder's operations by our own kernels: each is one call and one parallel region.
+
+Every result of a token is summed in an order that depends on nothing but the model and the instruction set:
+the bits are the same whatever the batch, the chunks, the block size and the number of threads.
+
+Results lie in buffers that are made once for each shape and used again by each layer and step: a steady
+decode allocates nothing.
+"""
+
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.attention.base import AttentionSpec
+from executor.inputs import SampleRow, StepInputs
+from executor.kernels.library import (
+    COLUMN_PADDING,
+    MOST_HEAD_DIM,
+    MOST_QUERY_ROWS,
+    UNIT_PADDING,
+    AttentionCall,
+    Finish,
+    Kernels,
+    LinearCall,
+    RotateCall,
+    SamplingCall,
+)
+from executor.kv_cache import LayerCache
+from executor.memory import Arena
+from executor.operations.base import Activation, Linear, Norm, StepTensors
+from executor.philox import uniforms
+
+_GATES = {Activation.SILU: Finish.SILU_GATE, Activation.GELU_TANH: Finish.GELU_TANH_GATE}
+_EVERYTHING = 2**31 - 1
+"""A window that no context reaches."""
+_PANEL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear(Linear):
+    """A projection in panels (`linear.hpp`), with the call that computes it, as far as it is known."""
+
+    call: LinearCall
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What the kernels of one step read beside the layers' tensors; `arrays` keeps it alive."""
+
+    slots: Tensor
+    call: AttentionCall
+    arrays: tuple[Tensor, ...]
+
+
+class Buffers:
+    """Tensors by name and shape, `[rows, width]`: zero from `width` to the row's padded end, for ever.
+
+    The same name and shape give the same memory again; more rows than ever before make it anew.
+    """
+
+    def __init__(self) -> None:
+        self._storage: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._views: dict[tuple[str, int, torch.dtype, int], Tensor] = {}
+
+    def take(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """The buffer `name` for so many rows."""
+        view = self._views.get((name, width, dtype, num_rows))
+        return view if view is not None else self._made(name, num_rows, width, dtype)
+
+    def _made(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        key = (name, width, dtype)
+        storage = self._storage.get(key)
+        if storage is None or storage.shape[0] < num_rows:
+            capacity = max(num_rows, 0 if storage is None else 2 * storage.shape[0])
+            storage = torch.zeros(capacity, padded(width, UNIT_PADDING), dtype=dtype)
+            self._storage[key] = storage
+            self._views = {place: view for place, view in self._views.items() if place[:3] != key}
+        view = self._views[*key, num_rows] = storage[:num_rows, :width]
+        return view
+
+
+class CpuOperations:
+    """`Operations` by kernels, for float32 and bfloat16."""
+
+    row_invariant = True
+
+    def __init__(self, kernels: Kernels, spec: AttentionSpec) -> None:
+        self._kernels = kernels
+        self._spec = spec
+        self._is_bfloat16 = spec.dtype == torch.bfloat16
+        self._numbers_per_unit = 4 // spec.dtype.itemsize
+        self._arena = Arena()
+        self._buffers = Buffers()
+        self.name = f"{kernels.name} kernels"
+
+    @classmethod
+    def refusal(cls, spec: AttentionSpec) -> str | None:
+        """Why the kernels cannot compute this, as a clause for people; None when they can."""
+        if spec.device.type != "cpu":
+            return f"the kernels run on the cpu, not on {spec.device.type}"
+        if spec.head_dim % _PANEL or spec.head_dim > MOST_HEAD_DIM:
+            return f"head_dim {spec.head_dim} is not a multiple of {_PANEL} up to {MOST_HEAD_DIM}"
+        return None
+
+    # --- once per model -----------------------------------------------------------------------------
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """In panels of sixteen columns."""
+        num_rows, in_features = weight.shape
+        columns = padded(num_rows, COLUMN_PADDING)
+        return self._packed(weight, bias, np.arange(num_rows), columns, (in_features, num_rows), gated=False)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """In panels of sixteen columns, gate and up alternating."""
+        num_rows, in_features = weight.shape
+        half = num_rows // 2
+        place = np.arange(half) // _PANEL * COLUMN_PADDING + np.arange(half) % _PANEL
+        columns = 2 * padded(half, _PANEL)
+        places = np.concatenate([place, place + _PANEL])
+        return self._packed(weight, bias, places, columns, (in_features, half), gated=True)
+
+    def _packed(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        bias_places: np.ndarray,
+        num_columns: int,
+        features: tuple[int, int],
+        *,
+        gated: bool,
+    ) -> PackedLinear:
+        in_features, out_features = features
+        weight = weight.contiguous()
+        depth = padded(in_features, UNIT_PADDING)
+        packed = self._arena.zeros(num_columns * depth, self._spec.dtype)
+        self._kernels.pack_weight(
+            weight.data_ptr(), weight.shape[0], in_features, gated, packed.data_ptr(), self._is_bfloat16
+        )
+        packed_bias = None
+        if bias is not None:
+            packed_bias = torch.zeros(num_columns)
+            packed_bias[torch.from_numpy(bias_places)] = bias.float()
+        call = LinearCall(
+            weight=packed.data_ptr(),
+            bias=None if packed_bias is None else packed_bias.data_ptr(),
+            num_units=depth // self._numbers_per_unit,
+            num_pairs=num_columns // COLUMN_PADDING,
+            num_columns=out_features,
+        )
+        return PackedLinear(packed, packed_bias, in_features, out_features, call)
+
+    # --- once per step ------------------------------------------------------------------------------
+
+    def prepare(self, inputs: StepInputs) -> StepTensors:
+        """The step's arrays as they are, and attention's work cut into blocks of query rows."""
+        spec = self._spec
+        query_rows = np.diff(inputs.query_start_loc) * (spec.num_heads // spec.num_kv_heads)
+        first_block = np.zeros_like(inputs.query_start_loc)
+        np.cumsum(-(-query_rows // MOST_QUERY_ROWS), out=first_block[1:])
+        arrays = tuple(
+            map(
+                torch.from_numpy,
+                (inputs.block_tables, inputs.seq_lens, inputs.query_start_loc, first_block),
+            )
+        )
+        tables, seq_lens, query_start, blocks = arrays
+        call = AttentionCall(
+            block_tables=tables.data_ptr(),
+            table_stride=tables.shape[1],
+            seq_lens=seq_lens.data_ptr(),
+            query_start=query_start.data_ptr(),
+            first_block=blocks.data_ptr(),
+            num_rows=len(inputs.seq_lens),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=spec.block_size,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap or 0.0,
+        )
+        return StepTensors(
+            token_ids=torch.from_numpy(inputs.token_ids),
+            positions=torch.from_numpy(inputs.positions),
+            logits_indices=torch.from_numpy(inputs.logits_indices),
+            attention=AttentionStep(torch.from_numpy(inputs.slot_mapping), call, arrays),
+        )
+
+    def embed(self, step: StepTensors, table: Linear, scale: float) -> Tensor:
+        """Rows of the packed table."""
+        assert isinstance(table, PackedLinear)
+        num_tokens = len(step.token_ids)
+        hidden = self._buffers.take("hidden", num_tokens, table.in_features, torch.float32)
+        self._kernels.embed(
+            *(table.call.weight, table.call.num_units, table.in_features),
+            *(step.token_ids.data_ptr(), num_tokens, scale, hidden.data_ptr(), hidden.stride(0)),
+            self._is_bfloat16,
+        )
+        return hidden
+
+    def logits(self, normed: Tensor, step: StepTensors, head: Linear, soft_cap: float | None) -> Tensor:
+        """Logits of the sampling rows, straight from the float32 sums."""
+        num_rows = len(step.logits_indices)
+        rows = self._buffers.take("sampling rows", num_rows, normed.shape[1], normed.dtype)
+        torch.index_select(normed, 0, step.logits_indices, out=rows)
+        finish = Finish.AS_IS if soft_cap is None else Finish.SOFT_CAP
+        return self._linear("logits", rows, head, finish, torch.float32, soft_cap=soft_cap or 0.0)
+
+    def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
+        """Row by row, without sorting the vocabulary."""
+        num_rows, vocab_size = allowed.shape
+        params = [row.params for row in rows]
+        numbers = uniforms([each.seed for each in params], [row.output_index for row in rows])
+        wishes = np.array([(each.temperature, each.top_p, each.min_p) for each in params]).T.copy()
+        top_k = np.array([each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params])
+        token_ids, highest = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.float32)
+        call = SamplingCall(
+            logits=allowed.data_ptr(),
+            stride=allowed.stride(0),
+            uniforms=numbers.ctypes.data,
+            temperatures=wishes[0].ctypes.data,
+            top_p=wishes[1].ctypes.data,
+            min_p=wishes[2].ctypes.data,
+            top_k=top_k.ctypes.data,
+            token_ids=token_ids.ctypes.data,
+            highest=highest.ctypes.data,
+            num_rows=num_rows,
+            vocab_size=vocab_size,
+        )
+        self._kernels.choose_tokens(byref(call))
+        return token_ids.tolist(), highest.tolist()
+
+    # --- once or more per layer ---------------------------------------------------------------------
+
+    def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
+        """`hidden`, normed."""
+        return self._normed(hidden, None, norm, None)
+
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: Norm, *, update_norm: Norm | None) -> Tensor:
+        """Add in place, and norm the sum."""
+        return self._normed(hidden, update, norm, update_norm)
+
+    def linear(self, inputs: Tensor, layer: Linear) -> Tensor:
+        """One product."""
+        return self._linear("linear", inputs, layer, Finish.AS_IS, self._spec.dtype)
+
+    def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
+        """One product of both halves; the gate is applied to the float32 sums."""
+        return self._linear("gated", inputs, layer, _GATES[activation], self._spec.dtype)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        step: StepTensors,
+        cache: LayerCache,
+        *,
+        rope: Tensor,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+    ) -> Tensor:
+        """Heads, norms, rotation and the write into the cache, token by token."""
+        spec, num_tokens = self._spec, qkv.shape[0]
+        query = self._buffers.take("query", num_tokens, spec.num_heads * spec.head_dim, spec.dtype)
+        call = RotateCall(
+            qkv=qkv.data_ptr(),
+            qkv_stride=qkv.stride(0),
+            positions=step.positions.data_ptr(),
+            slots=step.attention.slots.data_ptr(),
+            rope=rope.data_ptr(),
+            query_norm=None if query_norm is None else query_norm.weight.data_ptr(),
+            key_norm=None if key_norm is None else key_norm.weight.data_ptr(),
+            query=query.data_ptr(),
+            query_stride=query.stride(0),
+            keys=cache.keys.data_ptr(),
+            values=cache.values.data_ptr(),
+            num_tokens=num_tokens,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=spec.block_size,
+            query_eps=0.0 if query_norm is None else query_norm.eps,
+            key_eps=0.0 if key_norm is None else key_norm.eps,
+        )
+        self._kernels.rotate_store(byref(call), self._is_bfloat16)
+        return query
+
+    def attend(self, query: Tensor, step: StepTensors, cache: LayerCache, *, window: int | None) -> Tensor:
+        """Tile by tile of the context, in its order."""
+        attended = self._buffers.take("attended", query.shape[0], query.shape[1], query.dtype)
+        call: AttentionCall = step.attention.call
+        call.query, call.query_stride = query.data_ptr(), query.stride(0)
+        call.keys, call.values = cache.keys.data_ptr(), cache.values.data_ptr()
+        call.out, call.out_stride = attended.data_ptr(), attended.stride(0)
+        call.window = _EVERYTHING if window is None else window
+        self._kernels.paged_attention(byref(call), self._is_bfloat16)
+        return attended
+
+    def _normed(self, hidden: Tensor, update: Tensor | None, norm: Norm, update_norm: Norm | None) -> Tensor:
+        num_tokens, size = hidden.shape
+        normed = self._buffers.take("normed", num_tokens, size, self._spec.dtype)
+        self._kernels.norm_rows(
+            *(hidden.data_ptr(), hidden.stride(0)),
+            *((None, 0) if update is None else (update.data_ptr(), update.stride(0))),
+            *((None, 0.0) if update_norm is None else (update_norm.weight.data_ptr(), update_norm.eps)),
+            *(norm.weight.data_ptr(), norm.eps, normed.data_ptr(), normed.stride(0)),
+            *(num_tokens, size, self._is_bfloat16),
+        )
+        return normed
+
+    def _linear(
+        self,
+        name: str,
+        inputs: Tensor,
+        layer: Linear,
+        finish: Finish,
+        dtype: torch.dtype,
+        *,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        assert isinstance(layer, PackedLinear)
+        num_rows = inputs.shape[0]
+        out = self._buffers.take(name, num_rows, layer.out_features, dtype)
+        call = layer.call
+        call.rows, call.row_stride = inputs.data_ptr(), inputs.stride(0)
+        call.out, call.out_stride = out.data_ptr(), out.stride(0)
+        call.num_rows, call.soft_cap = num_rows, soft_cap
+        self._kernels.linear_layer(byref(call), finish, self._is_bfloat16, dtype == torch.float32)
+        return out
+
+
+def padded(count: int, multiple: int) -> int:
+    """`count`, or the next multiple."""
+    return -(-count // multiple) * multiple

@@ -1,0 +1,39 @@
+import mmap
+from itertools import pairwise
+
+import pytest
+import torch
+
+from executor import memory
+
+
+def test_tensors_are_zero_and_have_their_shape() -> None:
+    tensor = memory.zeros((3, 5, 7), torch.bfloat16)
+    assert tensor.shape == (3, 5, 7)
+    assert not tensor.any()
+    tensor.fill_(1.0)
+
+
+def test_tensors_of_an_arena_never_overlap_and_begin_at_cache_lines() -> None:
+    arena = memory.Arena()
+    sizes = [1, 3, 1000, 33 << 20, 33 << 20, 70 << 20, 5]
+    tensors = [arena.zeros(size, torch.uint8) for size in sizes]
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + len(tensor)) for tensor in tensors)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+    assert [len(tensor) for tensor in tensors] == sizes
+
+
+def test_an_arenas_tensors_outlive_it() -> None:
+    tensor = memory.Arena().zeros(100, torch.float32)
+    tensor.fill_(2.0)
+    assert tensor.sum() == 200
+
+
+def test_small_pages_do_where_there_are_no_huge_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoHugePages(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError("Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", NoHugePages)
+    assert memory.zeros((10,), torch.float32).shape == (10,)

@@ -1,0 +1,126 @@
+"""The promise: the bits of a token's logits depend on the model and its context alone."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from executor import self_test
+from executor.inputs import StepInputs, build_inputs
+from executor.runner import ModelRunner
+from executor.sequences import Row, SamplingParams
+from tests.executor.numerics import load, logits_by_steps, one_shot_logits
+from tests.rig import tiny_model
+
+torch.set_num_threads(1)
+
+NUM_TOKENS = 200
+PROBE = [(7 * place + place * place) % 256 for place in range(NUM_TOKENS)]
+NEIGHBOURS = [[(31 * n + 5 * place) % 256 for place in range(1 + 3 * n)] for n in range(63)]
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_model.build(tmp_path, num_heads=6, num_kv_heads=2, hidden_size=96, head_dim=32, num_layers=3)
+
+
+def runner_of(folder: Path, dtype: str, block_size: int = 16) -> ModelRunner:
+    return load(folder, dtype=dtype, num_blocks=16_384 // block_size, block_size=block_size)
+
+
+def chunks(budget: int) -> list[list[tuple[int, int]]]:
+    return [[(0, min(budget, NUM_TOKENS - start))] for start in range(0, NUM_TOKENS, budget)]
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 12])
+@pytest.mark.parametrize("budget", [1, 7, 64, 2048])
+def test_b63_bits_are_the_same_in_every_chunk_and_block_size(
+    budget: int, block_size: int, dtype: str, folder: Path
+) -> None:
+    alone = one_shot_logits(runner_of(folder, dtype), PROBE)
+    cut = logits_by_steps(runner_of(folder, dtype, block_size), [PROBE], chunks(budget), seed=budget)[0]
+    assert torch.equal(cut, alone)
+
+
+def test_b63_bits_are_the_same_among_63_others(dtype: str, folder: Path) -> None:
+    runner = runner_of(folder, dtype)
+    alone = one_shot_logits(runner, PROBE)
+    sequences = [PROBE, *NEIGHBOURS]
+    rng = np.random.default_rng(0)
+    left = [len(ids) for ids in sequences]
+    steps = []
+    while any(left):
+        step = []
+        for index in rng.permutation(len(sequences)).tolist():
+            num_tokens = min(left[index], int(rng.choice([1, 1, 1, 5, 40])))
+            if num_tokens:
+                step.append((index, num_tokens))
+                left[index] -= num_tokens
+        steps.append(step)
+    assert torch.equal(logits_by_steps(runner, sequences, steps, seed=3)[0], alone)
+
+
+def test_b63_bits_are_the_same_after_preemptions_and_on_a_shared_prefix(dtype: str, folder: Path) -> None:
+    runner = runner_of(folder, dtype)
+    alone = one_shot_logits(runner, PROBE)
+    free = iter(np.random.default_rng(1).permutation(runner.num_blocks).astype(np.int32))
+
+    def computed(blocks: list[np.int32], start: int, end: int) -> torch.Tensor:
+        row = Row(1, PROBE[start:end], start, np.array(blocks), SamplingParams(max_tokens=1), 0, ())
+        inputs = build_inputs([row], 16).inputs
+        return runner.logits(replace(inputs, logits_indices=np.arange(end - start))).clone()
+
+    # Preempted after 50 and after 120 tokens: each time all is computed again, elsewhere.
+    for preempted_at in (50, 120):
+        computed([next(free) for _ in range(13)], 0, preempted_at)
+    blocks = [next(free) for _ in range(13)]
+    again = torch.cat([computed(blocks, 0, 120), computed(blocks, 120, NUM_TOKENS)])
+    assert torch.equal(again, alone)
+    # Another sequence takes the first six blocks over and computes the rest.
+    hit = computed([*blocks[:6], *(next(free) for _ in range(7))], 96, NUM_TOKENS)
+    assert torch.equal(hit, alone[96:])
+
+
+def test_the_executor_promises_what_its_self_test_finds(
+    dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runner_of(folder, dtype).row_invariant
+    monkeypatch.setattr(self_test, "is_row_invariant", lambda *_, **__: False)
+    assert not runner_of(folder, dtype).row_invariant
+
+
+def test_the_self_test_finds_sums_that_depend_on_the_number_of_rows() -> None:
+    def logits(inputs: StepInputs, noise: float) -> torch.Tensor:
+        rows = torch.from_numpy(inputs.token_ids + 100 * inputs.positions).float()[:, None].repeat(1, 8)
+        return rows + (noise if len(rows) > 20 else 0.0)
+
+    def verdict(noise: float, block_size: int = 16) -> bool:
+        return self_test.is_row_invariant(
+            lambda inputs: logits(inputs, noise), vocab_size=50, max_seq_len=100, block_size=block_size
+        )
+
+    assert all(verdict(0.0, block_size) for block_size in (1, 5, 16, 64))
+    assert not verdict(1.0)
+
+
+@pytest.mark.model
+def test_b63_the_real_models_bits_are_its_own(dtype: str) -> None:
+    root = Path(__file__).parents[2]
+    place = Path(os.environ.get("CHAIRLIFT_TEST_MODEL", root / "models" / "smollm2"))
+    if not place.exists():
+        pytest.skip(f"no model in {place}: run `chairlift pull smollm2`")
+    runner = load(place, dtype=dtype, num_blocks=64)
+    token_ids = [(1000 + 97 * place) % 49_152 for place in range(100)]
+    alone = one_shot_logits(runner, token_ids)
+    others = [[500 + n] * (3 * n) for n in range(1, 8)]
+    steps = [[(0, 13), *((n, n) for n in range(1, 8))] for _ in range(3)]
+    steps += [[(0, 1)] for _ in range(11)] + [[(0, 50)]]
+    assert torch.equal(logits_by_steps(runner, [token_ids, *others], steps)[0], alone)
