@@ -1,6 +1,8 @@
 """Every door of a real cluster gives the same answer: gRPC and HTTP, streamed or not; OpenAI's own client."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,6 +172,40 @@ def test_b87_a_drained_router_ends_its_http_streams_well_and_itself(tiny_model_f
             began = time.monotonic()
             assert running.process("router").wait(20) == 0
             assert time.monotonic() - began < 15
+
+
+def test_an_http_address_that_cannot_be_had_is_one_line_and_exit_code_2(
+    doors: Cluster, tiny_model_folder: Path
+) -> None:
+    argv = [
+        "--log-level",
+        "error",
+        "--model",
+        str(tiny_model_folder),
+        "--scheduler",
+        doors.address("scheduler"),
+    ]
+    taken = f"unix:{doors.folder}/http.sock"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "router",
+            "--listen",
+            "127.0.0.1:0",
+            "--http",
+            taken,
+            "--log-level",
+            "error",
+            *argv,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"chairlift router: --http is {taken}: another process listens on that socket\n"
 
 
 def test_nothing_is_left(doors: Cluster) -> None:

@@ -34,6 +34,12 @@ def test_special_tokens_show_on_request(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids, include_special=True) == "<|bos|>a<|im_end|>"
 
 
+def test_a_token_stands_for_its_bytes_and_a_special_one_for_its_spelling(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token_bytes(byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert tokenizer.token_bytes(tiny_model.EOS_ID) == b"<|eos|>"
+    assert tokenizer.token_bytes(tiny_model.VOCAB_SIZE - 1) == b""
+
+
 def test_b78_a_start_token_is_added_to_plain_text_and_not_to_a_templates(folder: Path) -> None:
     files = model_files.read(folder)
     files.tokenizer.post_processor = processors.TemplateProcessing(

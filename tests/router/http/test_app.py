@@ -282,6 +282,26 @@ async def test_b34_b37_b97_prompts_that_cannot_be_are_refused(serve: Serve) -> N
         assert not rig.scheduler.submits
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_b35_b36_b40_lengths_at_their_edges(serve: Serve, stream: bool) -> None:
+    endless = ScriptedScheduler(script=lambda submit: [97] * submit.sampling.max_tokens, max_total_tokens=128)
+    async with serve(endless) as rig:
+        for length, max_tokens, num_tokens in [(127, 1, 1), (100, 28, 28), (100, None, 28), (100, 27, 27)]:
+            asked = {"prompt": "x" * length, "max_tokens": max_tokens, "stream": stream}
+            response = await rig.post("/v1/completions", **asked)
+            answers = events(response.text) if stream else [response.json()]
+            assert joined(answers) == "a" * num_tokens
+            assert reasons(answers) == {0: ["length"]}
+        for length, max_tokens, param in [
+            (100, 29, "max_tokens"), (128, 1, "prompt"), (129, None, "prompt"), (5, 0, "max_tokens"),
+            (5, 0, "max_tokens"), (5, -1, "max_tokens"), (5, 2**31 - 1, "max_tokens"),
+        ]:  # fmt: skip
+            asked = {"prompt": "x" * length, "max_tokens": max_tokens, "stream": stream}
+            status, error = await rig.error("/v1/completions", **asked)
+            assert (status, error["param"]) == (400, param)
+        await rig.router.quiet()
+
+
 @DOORS
 @pytest.mark.parametrize("stream", [False, True])
 async def test_b76_b94_overload_is_429_with_the_time_to_wait(

@@ -1,14 +1,18 @@
+import contextlib
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.http import asked
 from router.http.asked import MAX_CHOICES_IN_ALL, Asked
-from router.http.fields import parsed
-from router.validation import Conversation
+from router.http.fields import Fields, parsed
+from router.validation import Conversation, Limits, checked
 from rpc.errors import RequestError
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -238,3 +242,27 @@ def test_tokenizing_takes_a_prompt_or_a_conversation() -> None:
     assert isinstance(asked.tokenizing(parsed(json.dumps({"messages": HI}).encode())).prompt, Conversation)
     with pytest.raises(RequestError, match="messages"):
         asked.tokenizing(parsed(json.dumps({"messages": HI, "prompt": "a"}).encode()))
+
+
+NAMES = st.sampled_from(
+    [
+        *("prompt", "messages", "model", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "n"),
+        *("max_completion_tokens", "stop", "logprobs", "top_logprobs", "echo", "stream", "stream_options"),
+        *("tools", "tool_choice", "response_format", "logit_bias", "timeout", "user", "suffix", "best_of"),
+        *("stop_token_ids", "priority", "cache_salt", "request_id", "ignore_eos", "min_tokens"),
+    ]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(HI),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(body=st.dictionaries(NAMES, VALUES), read=st.sampled_from([asked.completion, asked.chat]))
+def test_b55_b97_b98_whatever_is_asked_is_a_request_or_a_refusal(
+    body: dict[str, object], read: Callable[[Fields], Asked]
+) -> None:
+    with contextlib.suppress(RequestError):
+        for request in read(parsed(json.dumps(body).encode())).requests:
+            checked(request, model="tiny", limits=Limits(max_total_tokens=512, vocab_size=272))
