@@ -96,8 +96,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         """Text as Generate would make it."""
         async with _answering(context):
             self._intake.check_model(request.model)
-            text = await self._intake.detokenize(request.token_ids, include_special=request.include_special)
             wire.refuse_unknown_fields(request)
+            text = await self._intake.detokenize(request.token_ids, include_special=request.include_special)
             return router_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(

@@ -94,7 +94,7 @@ class Exchange:
         """One JSON value, and that is all."""
         body = _encoded(value)
         length = {"content-length": str(len(body))}
-        await self._begin(status, "application/json", (headers or {}) | length)  # type: ignore[operator]
+        await self._begin(status, "application/json", {**(headers or {}), **length})
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin_events(self, headers: abc.Mapping[str, str]) -> None:
