@@ -42,10 +42,15 @@ static INLINE int padded_to_tile(int count) { return (count + TILE - 1) / TILE *
 
 // Room of one thread; it grows to what its longest context needs and stays.
 struct Room {
-    std::vector<uint32_t> query, scores, key_panels, value_tiles;
-    std::vector<float> output;
+    std::vector<uint32_t> query, key_panels, value_tiles;
+    std::vector<float> scores, output;  // scores become weights in place
     std::vector<const uint32_t*> tiles;
 };
+
+template <class Item>
+static INLINE void grow(std::vector<Item>& items, size_t count) {
+    if (items.size() < count) items.resize(count);
+}
 
 // Copies of a tile that does not lie as products read it. `count` of its positions hold context.
 template <class Type>
@@ -113,95 +118,142 @@ static INLINE float softmax(const AttentionCall& it, float* scores, int first, i
     return sum_of_lanes(sums);
 }
 
+// Up to 32 query rows of one sequence and key-value head. Row i is a head of a token; both are counted on from
+// `first_query`, heads within tokens.
 template <class Type, bool TILES>
-static void attend_block(const AttentionCall& it, Room& room, int row, int head, int first_query) {
-    constexpr int PER = PER_UNIT<Type>;
-    int group = it.num_heads / it.num_kv_heads, head_dim = it.head_dim;
-    int first_token = it.query_start[row], num_tokens = it.query_start[row + 1] - first_token;
-    int count = std::min(MOST_ROWS, num_tokens * group - first_query);
-    auto token_of = [&](int i) { return (first_query + i) / group; };
-    auto head_of = [&](int i) { return head * group + (first_query + i) % group; };
-    auto end_of = [&](int i) { return it.seq_lens[row] - num_tokens + token_of(i) + 1; };
-    int end = end_of(count - 1), first = std::max(0, end_of(0) - it.window) / TILE * TILE;
-    int num_tiles = (end - first + TILE - 1) / TILE, width = num_tiles * TILE;
-    const int32_t* table = it.block_tables + row * it.table_stride;
-    size_t run = (size_t)it.block_size * head_dim, row_units = head_dim / PER, tile_units = (size_t)TILE * row_units;
-    bool in_place = it.block_size % TILE == 0;
-    auto tile_in = [&](const void* cache, int tile) {
-        int position = first + tile * TILE;
-        size_t block = table[position / it.block_size];
-        return (const uint32_t*)((const Type*)cache + (block * it.num_kv_heads + head) * run +
-                                 (size_t)(position % it.block_size) * head_dim);
-    };
+struct QueryBlock {
+    static constexpr int PER = PER_UNIT<Type>;
 
-    // Values are wanted when the weights are known: fetched meanwhile, as many as the cache holds.
-    for (int tile = 0; in_place && tile < std::min(num_tiles, 32); tile++)
-        for (size_t line = 0; line < tile_units; line += LANES)
-            __builtin_prefetch(tile_in(it.values, tile) + line);
+    const AttentionCall& it;
+    Room& room;
+    int head, group, head_dim, first_query;
+    int first_token, num_tokens, count;
+    int seq_len;
+    const int32_t* table;
+    int first, end;  // positions that any of the rows looks at; the first of a tile
+    int num_tiles, width;
+    size_t row_units, tile_units;
+    bool in_place;  // tiles lie in the cache as products read them
 
-    room.query.resize(std::max(room.query.size(), count * row_units));
-    for (int i = 0; i < count; i++) {
-        const Type* from = (const Type*)it.query + (first_token + token_of(i)) * it.query_stride;
-        memcpy(room.query.data() + i * row_units, from + head_of(i) * head_dim, row_units * 4);
+    QueryBlock(const AttentionCall& call, Room& own, int row, int kv_head, int query)
+        : it(call), room(own), head(kv_head), group(call.num_heads / call.num_kv_heads), head_dim(call.head_dim),
+          first_query(query) {
+        first_token = it.query_start[row];
+        num_tokens = it.query_start[row + 1] - first_token;
+        count = std::min(MOST_ROWS, num_tokens * group - first_query);
+        seq_len = it.seq_lens[row];
+        table = it.block_tables + row * it.table_stride;
+        first = begin_of(0) / TILE * TILE;
+        end = end_of(count - 1);
+        width = padded_to_tile(end - first);
+        num_tiles = width / TILE;
+        row_units = head_dim / PER;
+        tile_units = TILE * row_units;
+        in_place = it.block_size % TILE == 0;
     }
 
-    room.scores.resize(std::max(room.scores.size(), (size_t)count * width));
-    room.key_panels.resize(std::max(room.key_panels.size(), 2 * tile_units));
-    float* scores = (float*)room.scores.data();
-    auto panel_of = [&](int tile, int copy) {
-        if (in_place) return tile_in(it.keys, tile);
-        uint32_t* panel = room.key_panels.data() + copy * tile_units;
-        copy_keys(it, table, head, first + tile * TILE, std::min(TILE, end - first - tile * TILE), (Type*)panel);
-        return (const uint32_t*)panel;
-    };
-    Operands by_keys = {room.query.data(), row_units, nullptr, 0, LANES, 1, (int)row_units, scores, (size_t)width};
-    for (int tile = 0; tile < num_tiles; tile += 2, by_keys.c += 2 * TILE) {
-        const uint32_t* panel = panel_of(tile, 0);
-        by_keys.segments = &panel;
-        if (tile + 1 == num_tiles) {
-            product<Type, 1, TILES>(by_keys, count);
-        } else {
-            by_keys.second_panel = panel_of(tile + 1, 1) - panel;
-            product<Type, 2, TILES>(by_keys, count);
+    int token_of(int i) const { return first_token + (first_query + i) / group; }
+    int head_of(int i) const { return head * group + (first_query + i) % group; }
+    int end_of(int i) const { return seq_len - num_tokens + (first_query + i) / group + 1; }
+    int begin_of(int i) const { return std::max(0, end_of(i) - it.window); }
+    int held_by(int tile) const { return std::min(TILE, end - first - tile * TILE); }
+
+    const uint32_t* tile_in(const void* cache, int tile) const {
+        int position = first + tile * TILE;
+        size_t block = (size_t)table[position / it.block_size] * it.num_kv_heads + head;
+        return (const uint32_t*)((const Type*)cache + (block * it.block_size + position % it.block_size) * head_dim);
+    }
+
+    // Values are wanted when the weights are known: fetched meanwhile, as many as the cache holds.
+    void fetch_values() const {
+        for (int tile = 0; in_place && tile < std::min(num_tiles, 32); tile++)
+            for (size_t line = 0; line < tile_units; line += LANES)
+                __builtin_prefetch(tile_in(it.values, tile) + line);
+    }
+
+    void take_queries() {
+        grow(room.query, count * row_units);
+        for (int i = 0; i < count; i++) {
+            const Type* from = (const Type*)it.query + token_of(i) * it.query_stride + head_of(i) * head_dim;
+            memcpy(room.query.data() + i * row_units, from, row_units * 4);
         }
     }
 
-    float sums[MOST_ROWS];
-    for (int i = 0; i < count; i++) {
-        int row_end = end_of(i), row_begin = std::max(0, row_end - it.window);
-        sums[i] = softmax<Type>(it, scores + (size_t)i * width, first, width, row_begin, row_end);
+    const uint32_t* key_panel(int tile, int copy) {
+        if (in_place) return tile_in(it.keys, tile);
+        uint32_t* panel = room.key_panels.data() + copy * tile_units;
+        copy_keys(it, table, head, first + tile * TILE, held_by(tile), (Type*)panel);
+        return panel;
     }
 
-    room.tiles.resize(std::max(room.tiles.size(), (size_t)num_tiles));
-    room.value_tiles.resize(std::max(room.value_tiles.size(), tile_units * (in_place ? 1 : num_tiles)));
-    for (int tile = 0; tile < num_tiles; tile++) {
-        int held = std::min(TILE, end - first - tile * TILE);
-        if (in_place && held == TILE) {
-            room.tiles[tile] = tile_in(it.values, tile);
-        } else {
+    void score() {
+        grow(room.scores, (size_t)count * width);
+        grow(room.key_panels, 2 * tile_units);
+        for (int tile = 0; tile < num_tiles; tile += 2) {
+            const uint32_t* panel = key_panel(tile, 0);
+            bool is_pair = tile + 1 < num_tiles;
+            Operands by_keys;
+            by_keys.a = room.query.data(), by_keys.a_stride = row_units;
+            by_keys.segments = &panel, by_keys.num_segments = 1, by_keys.segment_units = (int)row_units;
+            by_keys.b_stride = LANES, by_keys.second_panel = is_pair ? key_panel(tile + 1, 1) - panel : 0;
+            by_keys.c = room.scores.data() + tile * TILE, by_keys.c_stride = width;
+            is_pair ? product<Type, 2, TILES>(by_keys, count) : product<Type, 1, TILES>(by_keys, count);
+        }
+    }
+
+    void weigh(float* sums) {
+        for (int i = 0; i < count; i++)
+            sums[i] = softmax<Type>(it, room.scores.data() + (size_t)i * width, first, width, begin_of(i), end_of(i));
+    }
+
+    void find_values() {
+        grow(room.tiles, num_tiles);
+        grow(room.value_tiles, tile_units * (in_place ? 1 : num_tiles));
+        for (int tile = 0; tile < num_tiles; tile++) {
+            if (in_place && held_by(tile) == TILE) {
+                room.tiles[tile] = tile_in(it.values, tile);
+                continue;
+            }
             uint32_t* copy = room.value_tiles.data() + (in_place ? 0 : tile * tile_units);
-            copy_values(it, table, head, first + tile * TILE, held, (Type*)copy);
+            copy_values(it, table, head, first + tile * TILE, held_by(tile), (Type*)copy);
             room.tiles[tile] = copy;
         }
     }
-    room.output.resize(std::max(room.output.size(), (size_t)count * head_dim));
-    std::vector<const uint32_t*>& tiles = room.tiles;
-    Operands by_values = {(const uint32_t*)scores, (size_t)width, tiles.data(),        LANES,           (size_t)head_dim,
-                          num_tiles,               TILE / PER,    room.output.data(), (size_t)head_dim};
-    for (int column = 0; column < head_dim; column += 2 * LANES, by_values.c += 2 * LANES) {
-        if (column + LANES == head_dim)
-            product<Type, 1, TILES>(by_values, count);
-        else
-            product<Type, 2, TILES>(by_values, count);
-        for (int tile = 0; tile < num_tiles; tile++) tiles[tile] += 2 * LANES;
+
+    void combine() {
+        grow(room.output, (size_t)count * head_dim);
+        for (int column = 0; column < head_dim; column += 2 * LANES) {
+            Operands by_values;
+            by_values.a = (const uint32_t*)room.scores.data(), by_values.a_stride = width;
+            by_values.segments = room.tiles.data(), by_values.num_segments = num_tiles;
+            by_values.segment_units = TILE / PER;
+            by_values.b_stride = head_dim, by_values.second_panel = LANES;
+            by_values.c = room.output.data() + column, by_values.c_stride = head_dim;
+            bool is_pair = column + LANES < head_dim;
+            is_pair ? product<Type, 2, TILES>(by_values, count) : product<Type, 1, TILES>(by_values, count);
+            for (int tile = 0; tile < num_tiles; tile++) room.tiles[tile] += 2 * LANES;
+        }
     }
 
-    for (int i = 0; i < count; i++) {
-        Type* out = (Type*)it.out + (first_token + token_of(i)) * it.out_stride + head_of(i) * head_dim;
-        const float* numbers = room.output.data() + i * head_dim;
-        for (int n = 0; n < head_dim; n += LANES) store_floats(out + n, load<Floats>(numbers + n) / sums[i]);
+    void give(const float* sums) const {
+        for (int i = 0; i < count; i++) {
+            Type* out = (Type*)it.out + token_of(i) * it.out_stride + head_of(i) * head_dim;
+            const float* numbers = room.output.data() + i * head_dim;
+            for (int n = 0; n < head_dim; n += LANES) store_floats(out + n, load<Floats>(numbers + n) / sums[i]);
+        }
     }
-}
+
+    void attend() {
+        float sums[MOST_ROWS];
+        fetch_values();
+        take_queries();
+        score();
+        weigh(sums);
+        find_values();
+        combine();
+        give(sums);
+    }
+};
 
 template <class Type, bool TILES>
 static void attend(const AttentionCall& it) {
@@ -211,7 +263,7 @@ static void attend(const AttentionCall& it) {
         int block = chunk / it.num_kv_heads;
         int row = std::upper_bound(it.first_block, it.first_block + it.num_rows, block) - it.first_block - 1;
         int first_query = (block - it.first_block[row]) * MOST_ROWS;
-        attend_block<Type, TILES>(it, room, row, chunk % it.num_kv_heads, first_query);
+        QueryBlock<Type, TILES>(it, room, row, chunk % it.num_kv_heads, first_query).attend();
         release_tiles();
     });
 }

@@ -1,7 +1,8 @@
 // The threads. One region at a time is cut into chunks; whoever is free takes the next one, so that a thread
 // whose core is busy with something else (two cores carry router and scheduler too) delays no more than the
 // chunk it holds. Threads that wait spin for about as long as the gap between two operations of a step, then
-// sleep: between steps the cores are free.
+// sleep: between steps the cores are free. Who spins yields all the while: where two of us share a core, the one
+// that waits must not keep the one that works from it.
 #pragma once
 
 #include <linux/futex.h>
@@ -58,6 +59,7 @@ class Pool {
     uint32_t region_ = 0;
     int num_threads_ = 1;
 
+    static constexpr int TURNS = 32;  // between two yields: about a microsecond
     static constexpr auto SPIN = std::chrono::microseconds(50);
 
     void share(void (*call)(const void*, int), const void* work, int num_chunks) {
@@ -69,7 +71,7 @@ class Pool {
         if (num_sleeping_.load(std::memory_order_seq_cst) > 0) wake();
         help();
         for (int turn = 0; num_done_.load(std::memory_order_acquire) < num_chunks; turn++)
-            turn < 2000 ? relax() : (void)sched_yield();
+            turn % TURNS ? relax() : (void)sched_yield();
     }
 
     uint32_t* region_word() { return (uint32_t*)&ticket_ + 1; }  // the upper half, little-endian
@@ -102,10 +104,11 @@ class Pool {
         for (;;) {
             auto until = std::chrono::steady_clock::now() + SPIN;
             do {
-                for (int turn = 0; turn < 64; turn++) {
+                for (int turn = 0; turn < TURNS; turn++) {
                     if (is_new(region)) return region;
                     relax();
                 }
+                sched_yield();
             } while (std::chrono::steady_clock::now() < until);
             num_sleeping_.fetch_add(1, std::memory_order_seq_cst);
             while (!is_new(region)) syscall(SYS_futex, region_word(), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);

@@ -157,7 +157,7 @@ static INLINE float max_of_lanes(Floats values) {
 }
 
 // e to the power of `values`, none of them above 88, to about one unit in the last place; below -87 it is zero.
-// The power of two is split off, the rest is a polynomial (Cephes, expf).
+// A NaN stays one: it has to be seen in the logits. The power of two is split off, the rest is a polynomial (Cephes, expf).
 static INLINE Floats exponential(Floats values) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded, into its lowest bits
     Floats lowest = broadcast(-87.0f);
@@ -174,12 +174,13 @@ static INLINE Floats exponential(Floats values) {
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * (rest * rest) + rest + 1.0f;
     Floats result = (Floats)((Integers)sum + ((Integers)shifted << 23));
-    return values < lowest ? Floats{} : result;
+    Floats otherwise = values <= lowest ? Floats{} : values;
+    return values > lowest ? result : otherwise;
 }
 
 static INLINE Floats at_most(Floats values, float limit) {
     Floats limits = broadcast(limit);
-    return values < limits ? values : limits;
+    return values > limits ? limits : values;  // a NaN stays one
 }
 
 static INLINE Floats hyperbolic_tangent(Floats values) {

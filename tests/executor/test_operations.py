@@ -312,6 +312,45 @@ def test_long_contexts_equal_float64(kind: str, dtype: torch.dtype) -> None:
     assert relative_error(context.attended(parts), context.expected(parts)) < 3 * DTYPES[dtype]
 
 
+@every_set
+@either_dtype
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_a_nan_in_a_context_shows_in_its_own_rows_alone(kind: str, dtype: torch.dtype, side: str) -> None:
+    context = Context(kind, spec(dtype), [40, 40], np.random.default_rng(5))
+    clean = context.attended([(0, 0, 40), (1, 0, 40)])
+    getattr(context.cache, side)[int(context.tables[0][1])] = torch.nan
+    again = context.attended([(0, 39, 40), (1, 39, 40)])
+    assert again[0].isnan().all()
+    assert torch.equal(again[1], clean[79])
+
+
+@every_kind
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_a_nan_in_a_weight_shows_in_the_logits(kind: str, soft_cap: float | None) -> None:
+    under_test = operations(kind, spec())
+    weight = torch.ones(64, 32)
+    weight[5, 7] = torch.nan
+    rows = rows_in(under_test, torch.ones(2, 32), torch.float32)
+    logits = under_test.logits(rows, empty_step(2), under_test.pack(weight, None), soft_cap)
+    assert logits.isnan().sum(dim=-1).tolist() == [1, 1]
+
+
+@every_kind
+@pytest.mark.parametrize("activation", Activation)
+def test_gates_of_any_size_are_finite_and_a_nan_stays_one(kind: str, activation: Activation) -> None:
+    under_test = operations(kind, spec())
+    weight = torch.zeros(32, 32)
+    weight[:8, 0] = torch.tensor([-1e30, -200.0, -88.5, -1.0, 1.0, 88.5, 200.0, torch.nan])
+    weight[16:, 0] = 1.0
+    rows = torch.zeros(1, 32)
+    rows[0, 0] = 1.0
+    normed = under_test.norm(rows, Norm(torch.full((32,), 32**-0.5), 0.0))
+    result = under_test.gated(normed, under_test.pack_gated(weight, None), activation)[0]
+    assert result[:7].isfinite().all()
+    assert result[7].isnan()
+    assert result[6] == pytest.approx(200.0)
+
+
 # --- bits -----------------------------------------------------------------------------------------
 
 

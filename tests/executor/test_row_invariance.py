@@ -11,7 +11,7 @@ import torch
 from executor import self_test
 from executor.inputs import StepInputs, build_inputs
 from executor.runner import ModelRunner
-from executor.sequences import Row, SamplingParams
+from executor.sequences import Row, SamplingParams, TokenLogprobs
 from tests.executor.numerics import load, logits_by_steps, one_shot_logits
 from tests.rig import tiny_model
 
@@ -87,6 +87,28 @@ def test_b63_bits_are_the_same_after_preemptions_and_on_a_shared_prefix(dtype: s
     # Another sequence takes the first six blocks over and computes the rest.
     hit = computed([*blocks[:6], *(next(free) for _ in range(7))], 96, NUM_TOKENS)
     assert torch.equal(hit, alone[96:])
+
+
+def test_b63_reported_logprobs_are_the_same_floats_among_others(dtype: str, folder: Path) -> None:
+    runner = runner_of(folder, dtype)
+    params = SamplingParams(max_tokens=1, temperature=0.7, seed=11, logprobs=20)
+
+    def sampled(sequences: list[list[int]]) -> tuple[int, TokenLogprobs | None]:
+        """What the last of `sequences` gets, all of them in one step."""
+        free = iter(np.random.default_rng(len(sequences)).permutation(runner.num_blocks).astype(np.int32))
+        rows = [
+            Row(seq_id, ids, 0, np.array([next(free) for _ in range(13)]), params, 0, ())
+            for seq_id, ids in enumerate(sequences)
+        ]
+        batch = build_inputs(rows, 16)
+        result = runner.step(batch.inputs, batch.sample_rows).sampled
+        place = batch.sampled_seq_ids.index(len(sequences) - 1)
+        return result.token_ids[place], result.logprobs[place]
+
+    alone = sampled([PROBE])
+    assert alone[1] is not None
+    assert len(alone[1].top_logprobs) == 20
+    assert sampled([*NEIGHBOURS[:20], PROBE]) == alone
 
 
 def test_the_executor_promises_what_its_self_test_finds(

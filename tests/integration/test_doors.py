@@ -177,14 +177,7 @@ def test_b87_a_drained_router_ends_its_http_streams_well_and_itself(tiny_model_f
 def test_an_http_address_that_cannot_be_had_is_one_line_and_exit_code_2(
     doors: Cluster, tiny_model_folder: Path
 ) -> None:
-    argv = [
-        "--log-level",
-        "error",
-        "--model",
-        str(tiny_model_folder),
-        "--scheduler",
-        doors.address("scheduler"),
-    ]
+    argv = ["--model", str(tiny_model_folder), "--scheduler", doors.address("scheduler"), "--log-level=error"]
     taken = f"unix:{doors.folder}/http.sock"
     done = subprocess.run(
         [

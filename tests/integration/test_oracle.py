@@ -142,7 +142,17 @@ async def test_preempted_requests_equal_the_oracle(window: int, tiny: Cluster, t
     async with client_of(tiny) as client:
         asked = await questions(client, real_prompts(NUM_PROMPTS), 600)
         num_blocks = str(few_blocks(asked, NUM_TOKENS))
-        restart_scheduler(tiny, "--window", str(window), "--num-blocks", num_blocks, "--watermark", "0")
+        restart_scheduler(
+            tiny,
+            "--window",
+            str(window),
+            "--num-blocks",
+            num_blocks,
+            "--watermark",
+            "0",
+            "--admission",
+            "optimistic",
+        )
         await ask_at_once(client, asked, NUM_TOKENS, tiny_oracle, seed=window)
     assert tiny.load().num_preemptions >= 1
     check_quiet(tiny, tiny_oracle)
@@ -220,7 +230,9 @@ async def test_the_real_model_at_once_equals_the_oracle(
 @pytest.mark.timeout(300)
 async def test_the_real_model_preempted_equals_the_oracle(real: Cluster, real_oracle: Oracle) -> None:
     texts = [text for text in real_prompts(10) if len(text) < 300]
-    await check_real_model(real, real_oracle, texts, 24, "--num-blocks", "24", "--watermark", "0")
+    await check_real_model(
+        real, real_oracle, texts, 24, "--num-blocks", "24", "--watermark", "0", "--admission", "optimistic"
+    )
     assert real.load().num_preemptions >= 1
 
 
@@ -243,7 +255,7 @@ async def test_the_real_model_in_full_at_every_budget(
 @pytest.mark.timeout(3600)
 @WINDOWS
 async def test_the_real_model_in_full_preempted(window: int, real: Cluster, real_oracle: Oracle) -> None:
-    flags = ("--window", str(window), "--num-blocks", "64", "--watermark", "0")
+    flags = ("--window", str(window), "--num-blocks", "64", "--watermark", "0", "--admission", "optimistic")
     await check_real_model(real, real_oracle, real_prompts(NUM_PROMPTS), NUM_TOKENS, *flags)
     assert real.load().num_preemptions >= 1
 

@@ -24,7 +24,7 @@ def tight(request: pytest.FixtureRequest, tiny_model_folder: Path) -> Iterator[C
     with cluster.running(
         tiny_model_folder,
         executor_flags=("--num-blocks", "14"),
-        scheduler_flags=("--window", request.param, "--watermark", "0"),
+        scheduler_flags=("--window", request.param, "--watermark", "0", "--admission", "optimistic"),
     ) as running:
         yield running
 
@@ -112,7 +112,7 @@ async def test_b13_a_resumed_request_is_not_thrown_out_again_and_again(
     window: str, tiny_model_folder: Path
 ) -> None:
     script = Script(num_blocks=20, max_num_batched_tokens=32)
-    flags = ("--window", window, "--watermark", "0")
+    flags = ("--window", window, "--watermark", "0", "--admission", "optimistic")
     with cluster.running(tiny_model_folder, script=script, scheduler_flags=flags) as running:
         first, second = sized(64, 120), sized(200, 60, salt=1)
         async with client_of(running) as client:
@@ -123,8 +123,12 @@ async def test_b13_a_resumed_request_is_not_thrown_out_again_and_again(
         assert answer.token_ids == expected_output(ids_of(first), 120)
         assert other.token_ids == expected_output(ids_of(second), 60)
         steps = running.scripted().steps()
-        seq_ids = {entry[0] for step in steps for entry in step["admitted"] if entry[2] == 200}
-        assert 2 <= len(seq_ids) <= 3, "preempted once or twice"
-        computed = sum(count for step in steps for seq_id, count in step["rows"] if seq_id in seq_ids)
-        assert computed <= 3 * (200 + 60)
+        for num_prompt_tokens, num_tokens in ((64, 120), (200, 60)):
+            seq_ids = {
+                entry[0] for step in steps for entry in step["admitted"] if entry[2] == num_prompt_tokens
+            }
+            assert len(seq_ids) <= 3, "preempted twice at most"
+            computed = sum(count for step in steps for seq_id, count in step["rows"] if seq_id in seq_ids)
+            assert computed <= 3 * (num_prompt_tokens + num_tokens)
+        assert running.load().num_preemptions >= 1
         check_quiet(running)
