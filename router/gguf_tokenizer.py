@@ -81,6 +81,12 @@ PRE_TOKENIZERS = {
     "deepseek-r1-qwen": _QWEN_2,
 }
 
+PREFIX_SPACE = {"llama": True, "gemma2": False, "gemma3": False}
+"""The architectures whose sentencepiece tokenizers are built, and what an absent `add_space_prefix` means.
+
+Others (Phi-3) use the same name and treat spaces in yet another way.
+"""
+
 
 def build(metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file, from its metadata (key to value).
@@ -99,13 +105,22 @@ def build(metadata: dict[str, Any]) -> Tokenizer:
             f"tokenizer.ggml.model is {family!r}; "
             "supported are 'gpt2' (byte-level) and 'llama' (sentencepiece)"
         )
-    for token, kind in zip(tokens, types, strict=False):
-        if kind in {CONTROL, UNKNOWN}:
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    _add_tokens(tokenizer, tokens, types)
     _add_template(tokenizer, metadata, tokens, add_bos=metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     return tokenizer
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Have those tokens found in a text before anything else that are no ordinary ones."""
+    by_kind: dict[int, list[str]] = {}
+    for token, kind in zip(tokens, types, strict=False):
+        by_kind.setdefault(kind, []).append(token)
+    # All of a kind at once: each call goes through all tokens that were added before.
+    special = by_kind.get(CONTROL, []) + by_kind.get(UNKNOWN, [])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token in by_kind.get(USER_DEFINED, [])]
+    )
 
 
 def special_token(metadata: dict[str, Any], name: str) -> str | None:
@@ -132,13 +147,13 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer,
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     architecture = metadata.get("general.architecture")
-    if architecture != "llama":  # Gemma and Phi-3 use the same name and differ in their treatment of spaces
+    if architecture not in PREFIX_SPACE:
         raise UnsupportedTokenizerError(
             f"tokenizer.ggml.model is 'llama' and general.architecture is {architecture!r}; "
-            "a sentencepiece tokenizer is supported for 'llama' alone"
+            f"a sentencepiece tokenizer is supported for {', '.join(map(repr, PREFIX_SPACE))}"
         )
     scores = _needed(metadata, "tokenizer.ggml.scores")
-    prefix_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix_space = metadata.get("tokenizer.ggml.add_space_prefix", PREFIX_SPACE[architecture])
     tokenizer = Tokenizer(
         models.BPE(
             _vocab(tokens),

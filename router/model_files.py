@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 from tokenizers import Tokenizer
 
 from router import gguf_tokenizer
+from router.gguf_reader import Reader
 
 GGUF_MAGIC = b"GGUF"
 
@@ -238,7 +238,7 @@ def _gguf_metadata(path: Path) -> dict[str, Any]:
         if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise ModelFilesError(f"{path} is a file but not a GGUF file; give a GGUF file or a model folder")
     try:
-        fields = gguf.GGUFReader(path).fields
+        fields = Reader(path).fields
         return {key: field.contents() for key, field in fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise ModelFilesError(f"{path} is broken or cut off: {error}") from error

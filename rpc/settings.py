@@ -24,6 +24,7 @@ OTHER_VARIABLES = frozenset(
         "CHAIRLIFT_CACHE_DIR",  # built kernels of the executor
         "CHAIRLIFT_MODELS_DIR",  # chairlift pull, chairlift serve
         "CHAIRLIFT_TEST_MODEL",  # the tests
+        "CHAIRLIFT_TEST_GEMMA",
     }
 )
 S = TypeVar("S", bound=BaseSettings)

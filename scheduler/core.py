@@ -375,9 +375,10 @@ class SchedulerCore:
         """
         fills_at_once = self.batching is not Batching.ITERATION
         while True:
-            seq = self.waiting.peek(self._now)
+            seq = state.made_way_for or self.waiting.peek(self._now)
             if seq is not None and seq.request.priority >= before:
                 return
+            state.made_way_for = None
             reason = entrance.obstacle(state, seq, has_budget=rows.budget > 0 or fills_at_once)
             if reason is not None or seq is None:
                 self.clocks.set(reason or Reason.QUEUED_FOR_STEP, self._now)
@@ -592,6 +593,7 @@ class SchedulerCore:
             self.counters.displacements += 1
             seq.num_displacements += 1
             self._preempt(state, seq, f"made way for {head.request.request_id}")
+            state.made_way_for = head  # though what was given back may let another one come before it
         return True
 
     def _preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:

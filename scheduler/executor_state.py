@@ -28,6 +28,7 @@ class ExecutorState:
         "is_draining",
         "is_hashing",
         "left",
+        "made_way_for",
         "max_num_batched_tokens",
         "max_num_seqs",
         "next_seq_id",
@@ -78,6 +79,7 @@ class ExecutorState:
         self.left: list[Leaver] = []  # since the last plan, for those who watch
         self.next_seq_id = 1
         self.is_draining = False
+        self.made_way_for: Sequence | None = None  # who enters first in this plan
         self.fault: BlockError | None = None  # blocks and holders disagree: the epoch must end
         self.is_hashing = False  # a long prompt waits for its names: plan again even if nothing else happens
         self.previous_step_us = 0  # of the newest answered step, for those who watch

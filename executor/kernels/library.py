@@ -6,6 +6,7 @@ Every pointer is the address of memory that the caller keeps alive during the ca
 import ctypes
 from ctypes import POINTER, Structure, c_bool, c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
+from typing import Any
 
 import structlog
 
@@ -128,36 +129,26 @@ class Kernels:
             library = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from error
-        self.start = library.start
+
+        def function(name: str, *arguments: Any, returns: Any = None) -> Any:
+            found = getattr(library, name)
+            found.argtypes, found.restype = arguments, returns
+            return found
+
+        self.name = instruction_set.name
+        self.start = function("start", c_int, returns=c_bool)
         """Start threads until there are so many; there are never fewer again."""
-        self.start.argtypes, self.start.restype = (c_int,), c_bool
+        self.pack_weight = function("pack_weight", c_void_p, c_int, c_int, c_bool, c_void_p, c_bool)
+        self.linear_layer = function("linear_layer", POINTER(LinearCall), c_int, c_bool, c_bool)
+        table, ids, hidden = (c_void_p, c_int, c_int), (c_void_p, c_int), (c_void_p, c_int64)
+        self.embed = function("embed", *table, *ids, c_float, *hidden, c_bool)
+        rows, norm = (c_void_p, c_int64), (c_void_p, c_float)
+        self.norm_rows = function("norm_rows", *rows, *rows, *norm, *norm, *rows, c_int, c_int, c_bool)
+        self.rotate_store = function("rotate_store", POINTER(RotateCall), c_bool)
+        self.paged_attention = function("paged_attention", POINTER(AttentionCall), c_bool)
+        self.choose_tokens = function("choose_tokens", POINTER(SamplingCall))
         if not self.start(num_threads):
             raise KernelsUnavailableError(f"the system does not let us use {instruction_set.name}")
-        self.name = instruction_set.name
-        self.pack_weight = library.pack_weight
-        self.pack_weight.argtypes = (c_void_p, c_int, c_int, c_bool, c_void_p, c_bool)
-        self.linear_layer = library.linear_layer
-        self.linear_layer.argtypes = (POINTER(LinearCall), c_int, c_bool, c_bool)
-        self.embed = library.embed
-        self.embed.argtypes = (
-            *(c_void_p, c_int, c_int, c_void_p, c_int, c_float, c_void_p, c_int64),
-            c_bool,
-        )
-        self.norm_rows = library.norm_rows
-        self.norm_rows.argtypes = (
-            *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_float),
-            *(c_void_p, c_int64, c_int, c_int, c_bool),
-        )
-        self.rotate_store = library.rotate_store
-        self.rotate_store.argtypes = (POINTER(RotateCall), c_bool)
-        self.paged_attention = library.paged_attention
-        self.paged_attention.argtypes = (POINTER(AttentionCall), c_bool)
-        self.choose_tokens = library.choose_tokens
-        self.choose_tokens.argtypes = (POINTER(SamplingCall),)
-        for function in vars(self).values():
-            if hasattr(function, "restype"):
-                function.restype = None
-        self.start.restype = c_bool
 
 
 def fastest(num_threads: int) -> Kernels:

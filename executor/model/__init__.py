@@ -1,4 +1,4 @@
-"""The Llama family: what a checkpoint says of itself, its weights, and one forward pass over a mixed batch.
+"""Decoders of the Llama kind: what a checkpoint says of itself, its weights, and one pass over a mixed batch.
 
 Everything that can be wrong with a model on disk ends in a `ModelError`.
 """

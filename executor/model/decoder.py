@@ -1,8 +1,9 @@
 """One forward pass of a decoder over a mixed batch: T tokens of many sequences, laid end to end.
 
-Nothing here knows where one sequence ends and the next begins: only attention does. Nothing here knows how
-anything is computed either: `executor.operations` does. Source of the arithmetic: Hugging Face transformers,
-`modeling_llama`.
+All families are this one loop: in what they differ is in the configuration, and in which norms the weights
+have. Nothing here knows where one sequence ends and the next begins: only attention does. Nothing here knows
+how anything is computed either: `executor.operations` does. Source of the arithmetic: Hugging Face
+transformers, `modeling_llama`, `modeling_qwen3` and `modeling_gemma3`.
 """
 
 from torch import Tensor
@@ -16,37 +17,45 @@ from executor.operations.base import Activation, Operations
 
 
 class Decoder:
-    """Weights, rotary table, and the operations that packed the weights."""
+    """Weights, rotary tables, and the operations that packed the weights."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, operations: Operations) -> None:
+        self._config = config
         self._weights = weights
         self._operations = operations
-        self._rope_table = rope_table(config, weights.rope_divisors, weights.final_norm.weight.device)
+        self._activation = Activation(config.activation)
+        device = weights.final_norm.weight.device
+        self._rope_tables = {
+            rope: rope_table(rope, config.head_dim, config.max_seq_len, weights.rope_divisors, device)
+            for rope in {kind.rope for kind in config.layers}
+        }
 
     def logits(self, inputs: StepInputs, kv_cache: KVCache) -> Tensor:
         """Float32 logits `[num_sampling_rows, vocab_size]` of one step.
 
         Writes the keys and values of the step's tokens into `kv_cache`.
         """
-        operations, weights = self._operations, self._weights
+        config, operations, weights = self._config, self._operations, self._weights
         step = operations.prepare(inputs)
         # Each layer is followed by the norm that the next one, or the output head, reads.
         norms = [*(layer.attention_norm for layer in weights.layers), weights.final_norm]
-        hidden = operations.embed(step, weights.embeddings, 1.0)
+        hidden = operations.embed(step, weights.embeddings, config.embedding_scale)
         normed = operations.norm(hidden, norms[0])
-        for index, layer in enumerate(weights.layers):
+        for index, (kind, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
             cache = kv_cache.layer(index)
             query = operations.rotate_and_store(
                 operations.linear(normed, layer.qkv),
                 step,
                 cache,
-                rope=self._rope_table,
-                query_norm=None,
-                key_norm=None,
+                rope=self._rope_tables[kind.rope],
+                query_norm=layer.query_norm,
+                key_norm=layer.key_norm,
             )
-            attended = operations.attend(query, step, cache, window=None)
+            attended = operations.attend(query, step, cache, window=kind.window)
             update = operations.linear(attended, layer.attention_out)
-            normed = operations.add_norm(hidden, update, layer.mlp_norm, update_norm=None)
-            update = operations.linear(operations.gated(normed, layer.gate_up, Activation.SILU), layer.down)
-            normed = operations.add_norm(hidden, update, norms[index + 1], update_norm=None)
-        return operations.logits(normed, step, weights.head, None)
+            normed = operations.add_norm(
+                hidden, update, layer.mlp_norm, update_norm=layer.attention_update_norm
+            )
+            update = operations.linear(operations.gated(normed, layer.gate_up, self._activation), layer.down)
+            normed = operations.add_norm(hidden, update, norms[index + 1], update_norm=layer.mlp_update_norm)
+        return operations.logits(normed, step, weights.head, config.logits_soft_cap)

@@ -1,13 +1,14 @@
-"""Opens a GGUF file of the Llama architecture. Quantised tensors are dequantised when they are read.
+"""Opens a GGUF file. Quantised tensors are dequantised when they are read.
 
-Two things differ from a Hugging Face folder beside the names. The file lists sizes fastest dimension first.
-And the rows of the query and key projections are reordered, because llama.cpp rotates neighbouring elements
-and Hugging Face rotates halves: within a head, file row 2i + h is row i + h * head_dim / 2 here.
+Three things differ from a Hugging Face folder beside the names. The file lists sizes fastest dimension
+first. Gemma's norms have had their 1 added. And the rows of query and key projections of `llama` are
+reordered, because llama.cpp rotates neighbouring elements there and Hugging Face rotates halves: within a
+head, file row 2i + h is row i + h * head_dim / 2 here. The other architectures rotate halves in both.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from executor.model.checkpoint import Checkpoint, StoredTensor, checked_eos_ids
-from executor.model.config import ModelConfig, RopeScaling, integer, number
 from executor.model.errors import ModelError
+from executor.model.gguf_config import architecture_of, config_from_metadata
+from executor.model.gguf_reader import Reader
 from executor.model.json_files import eos_token_ids
 
 _TOP_LEVEL_NAMES = {
@@ -34,21 +36,16 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
 }
+_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LONG_ROW_BYTES = 1 << 16
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-
-
-class _Reader(gguf.GGUFReader):
-    """The package's reader on a plain view of the mapped file; slicing a `memmap` is most of its time."""
-
-    @property  # type: ignore[override]  # a plain array does for all that it reads
-    def data(self) -> np.ndarray:
-        """The bytes of the file."""
-        return self._data
-
-    @data.setter
-    def data(self, mapped: np.memmap) -> None:
-        self._data = np.asarray(mapped)
 
 
 def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
@@ -57,13 +54,20 @@ def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
     `generation_config` is the JSON file beside it, if it lies in a folder: its end tokens count as well.
     """
     try:
-        reader = _Reader(path)
+        reader = Reader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     # The reader indexes into the mapped file as it goes: a short or foreign file shows as any of these.
     except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         raise ModelError(f"{path} cannot be read as GGUF ({error}): it is incomplete or damaged.") from error
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    config = config_from_metadata(metadata, stored, path)
+    architecture = architecture_of(metadata, str(path))
+    embeddings = stored.get("token_embd.weight")
+    if embeddings is None:
+        raise ModelError(f"{path}: tensor token_embd.weight is missing.")
+    config = config_from_metadata(metadata, stored, int(embeddings.shape[-1]), str(path))
+    layer_names = _GEMMA_LAYER_NAMES if architecture.is_gemma else _LAYER_NAMES
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    reordered = heads if architecture.has_neighbour_rows else {}
     eos_ids = {int(metadata[key]) for key in _EOS_KEYS if key in metadata}
     if generation_config is not None:
         eos_ids |= eos_token_ids(generation_config)
@@ -73,99 +77,53 @@ def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
         eos_token_ids=checked_eos_ids(eos_ids, config.vocab_size, path),
         token_texts=tuple(metadata.get("tokenizer.ggml.tokens", ())),
         tensors={
-            hugging_face_name(name): stored_tensor(tensor, config, path) for name, tensor in stored.items()
+            hugging_face_name(name, layer_names): stored_tensor(tensor, reordered, path)
+            for name, tensor in stored.items()
         },
     )
 
 
-def config_from_metadata(metadata: Mapping[str, Any], stored: Mapping[str, Any], path: Path) -> ModelConfig:
-    """The model's shape from the file's metadata, and from which tensors it has."""
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise ModelError(f"{path}: architecture {architecture!r} is not supported; supported: llama.")
-    if metadata.get("llama.expert_count", 0):
-        raise ModelError(f"{path}: llama.expert_count is set, and mixtures of experts are not supported.")
-    source = str(path)
-    hidden_size = integer(metadata, "llama.embedding_length", source=source)
-    num_heads = integer(metadata, "llama.attention.head_count", source=source)
-    head_dim = integer(
-        metadata, "llama.attention.key_length", default=hidden_size // num_heads, source=source
-    )
-    rotated = integer(metadata, "llama.rope.dimension_count", default=head_dim, source=source)
-    if rotated != head_dim:
-        raise ModelError(
-            f"{path}: llama.rope.dimension_count is {rotated}; supported: the head size, {head_dim}."
-        )
-    embeddings = stored.get("token_embd.weight")
-    if embeddings is None:
-        raise ModelError(f"{path}: tensor token_embd.weight is missing.")
-    return ModelConfig(
-        vocab_size=int(embeddings.shape[-1]),
-        hidden_size=hidden_size,
-        intermediate_size=integer(metadata, "llama.feed_forward_length", source=source),
-        num_layers=integer(metadata, "llama.block_count", source=source),
-        num_heads=num_heads,
-        num_kv_heads=integer(metadata, "llama.attention.head_count_kv", default=num_heads, source=source),
-        head_dim=head_dim,
-        max_seq_len=integer(metadata, "llama.context_length", source=source),
-        rms_norm_eps=number(metadata, "llama.attention.layer_norm_rms_epsilon", default=1e-5, source=source),
-        rope_theta=number(metadata, "llama.rope.freq_base", default=10_000.0, source=source),
-        rope_scaling=rope_scaling(metadata, path),
-        tie_word_embeddings="output.weight" not in stored,
-        attention_bias="blk.0.attn_q.bias" in stored,
-        mlp_bias="blk.0.ffn_gate.bias" in stored,
-    )
-
-
-def rope_scaling(metadata: Mapping[str, Any], path: Path) -> RopeScaling:
-    """The scaling that the metadata names; `llama3` is not named there but stored as a tensor."""
-    kind = metadata.get("llama.rope.scaling.type", "none")
-    if kind == "none":
-        return RopeScaling()
-    if kind == "linear":
-        return RopeScaling("linear", factor=number(metadata, "llama.rope.scaling.factor", source=str(path)))
-    raise ModelError(f"{path}: llama.rope.scaling.type {kind!r} is not supported; supported: none, linear.")
-
-
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
     """The checkpoint's name for a tensor of the file; a name that is not known stays as it is."""
     match name.split("."):
-        case ["blk", layer, part, kind] if part in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+        case ["blk", layer, part, kind] if part in layer_names:
+            return f"model.layers.{layer}.{layer_names[part]}.{kind}"
         case _:
             return _TOP_LEVEL_NAMES.get(name, name)
 
 
-def stored_tensor(tensor: gguf.ReaderTensor, config: ModelConfig, path: Path) -> StoredTensor:
-    """A tensor of the file in Hugging Face's layout."""
+def stored_tensor(tensor: gguf.ReaderTensor, reordered: Mapping[str, int], path: Path) -> StoredTensor:
+    """A tensor of the file in Hugging Face's layout; `reordered` has the heads of parts to be reordered."""
     shape = tuple(int(size) for size in reversed(tensor.shape))
-    return StoredTensor(shape, tensor.tensor_type.name, reader_of(tensor, shape, config, path))
+    num_heads = next((count for part, count in reordered.items() if part in tensor.name.split(".")), None)
+    return StoredTensor(shape, tensor.tensor_type.name, reader_of(tensor, shape, num_heads, path))
 
 
 def reader_of(
-    tensor: gguf.ReaderTensor, shape: tuple[int, ...], config: ModelConfig, path: Path
+    tensor: gguf.ReaderTensor, shape: tuple[int, ...], num_heads: int | None, path: Path
 ) -> Callable[[], Tensor]:
-    """How to read `tensor`: dequantised, and with its rows in Hugging Face's order."""
-    num_heads = next(
-        (
-            count
-            for part, count in (("attn_q", config.num_heads), ("attn_k", config.num_kv_heads))
-            if part in tensor.name.split(".")
-        ),
-        None,
-    )
+    """How to read `tensor`: dequantised, and with the rows of so many heads in Hugging Face's order."""
 
     def read() -> Tensor:
         try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            values = gguf.quants.dequantize(in_long_rows(tensor.data), tensor.tensor_type)
         except NotImplementedError as error:
             raise ModelError(
                 f"{path}: tensor {tensor.name} has the unsupported type {tensor.tensor_type.name}."
             ) from error
-        loaded = torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
+        # What needed no dequantising still lies in the file, which must not be written to.
+        values = values if values.flags.writeable else values.copy()
+        loaded = torch.from_numpy(values).reshape(shape)
         return loaded if num_heads is None else halves_from_neighbours(loaded, num_heads)
 
     return read
+
+
+def in_long_rows(data: np.ndarray) -> np.ndarray:
+    """`data` with some rows laid end to end: the package dequantises sixteen at a time, however short."""
+    num_rows, row_bytes = math.prod(data.shape[:-1]), data.shape[-1]
+    together = 1 << max(0, (_LONG_ROW_BYTES // row_bytes).bit_length() - 1)
+    return data.reshape(-1, row_bytes * math.gcd(num_rows, together))
 
 
 def halves_from_neighbours(rows: Tensor, num_heads: int) -> Tensor:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from executor.model.checkpoint import Checkpoint, StoredTensor, checked_eos_ids
-from executor.model.config import from_config_json
+from executor.model.config_json import from_config_json
 from executor.model.errors import ModelError
 from executor.model.json_files import eos_token_ids, optional_json, read_json
 

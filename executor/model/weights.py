@@ -37,14 +37,18 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Norms are `[hidden_size]`."""
+    """One decoder layer. Norms are `[hidden_size]`, those of query and key heads `[head_dim]`."""
 
     attention_norm: Norm
     qkv: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
     attention_out: Linear
+    attention_update_norm: Norm | None
     mlp_norm: Norm
     gate_up: Linear
     down: Linear
+    mlp_update_norm: Norm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,32 @@ def load_weights(
     return _Reader(checkpoint, dtype, device, operations).weights()
 
 
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """What a layer's norms are called; None is one that the model does not have."""
+
+    attention: str
+    query: str | None
+    key: str | None
+    attention_update: str | None
+    mlp: str
+    mlp_update: str | None
+
+
+def norm_names(config: ModelConfig) -> NormNames:
+    """Llama calls the norm before the MLP by the name that Gemma has for the one after attention."""
+    between = "post_attention_layernorm"
+    sandwiched = config.update_norms
+    return NormNames(
+        attention="input_layernorm",
+        query="self_attn.q_norm" if config.qk_norm else None,
+        key="self_attn.k_norm" if config.qk_norm else None,
+        attention_update=between if sandwiched else None,
+        mlp="pre_feedforward_layernorm" if sandwiched else between,
+        mlp_update="post_feedforward_layernorm" if sandwiched else None,
+    )
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that the model needs."""
     hidden, mlp = config.hidden_size, config.intermediate_size
@@ -83,18 +113,20 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
     projections = {
-        "self_attn.q_proj": (q_size, hidden, config.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, q_size, config.attention_bias),
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.attention_out_bias),
         "mlp.gate_proj": (mlp, hidden, config.mlp_bias),
         "mlp.up_proj": (mlp, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, mlp, config.mlp_bias),
     }
+    names = norm_names(config)
+    norms = dict.fromkeys((names.attention, names.attention_update, names.mlp, names.mlp_update), (hidden,))
+    norms |= dict.fromkeys((names.query, names.key), (config.head_dim,))
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"{prefix}{name}.weight": shape for name, shape in norms.items() if name is not None}
         for name, (rows, columns, has_bias) in projections.items():
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if has_bias:
@@ -147,6 +179,7 @@ class _Reader:
     ) -> None:
         self._checkpoint = checkpoint
         self._config = checkpoint.config
+        self._norm_names = norm_names(checkpoint.config)
         self._dtype = dtype
         self._device = device
         self._operations = operations
@@ -160,7 +193,7 @@ class _Reader:
         embeddings = self._operations.pack(table, None)
         del table
         layers = tuple(self._layer(f"model.layers.{layer}.") for layer in range(self._config.num_layers))
-        final_norm = self._norm("model.norm")
+        final_norm = self._norm("model.", "norm")
         tied = self._config.tie_word_embeddings
         return ModelWeights(
             embeddings=embeddings,
@@ -173,33 +206,41 @@ class _Reader:
         )
 
     def _layer(self, prefix: str) -> LayerWeights:
-        config, pack = self._config, self._operations.pack
+        config, norms, pack = self._config, self._norm_names, self._operations.pack
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         return LayerWeights(
-            attention_norm=self._norm(f"{prefix}input_layernorm"),
-            qkv=pack(
-                *self._projection(config.attention_bias, *(f"{attention}{part}_proj" for part in "qkv"))
-            ),
-            attention_out=pack(*self._projection(config.attention_bias, f"{attention}o_proj")),
-            mlp_norm=self._norm(f"{prefix}post_attention_layernorm"),
+            attention_norm=self._norm(prefix, norms.attention),
+            qkv=pack(*self._projection(config.qkv_bias, *(f"{attention}{part}_proj" for part in "qkv"))),
+            query_norm=self._optional_norm(prefix, norms.query),
+            key_norm=self._optional_norm(prefix, norms.key),
+            attention_out=pack(*self._projection(config.attention_out_bias, f"{attention}o_proj")),
+            attention_update_norm=self._optional_norm(prefix, norms.attention_update),
+            mlp_norm=self._norm(prefix, norms.mlp),
             gate_up=self._operations.pack_gated(
                 *self._projection(config.mlp_bias, f"{mlp}gate_proj", f"{mlp}up_proj")
             ),
             down=pack(*self._projection(config.mlp_bias, f"{mlp}down_proj")),
+            mlp_update_norm=self._optional_norm(prefix, norms.mlp_update),
         )
 
-    def _norm(self, name: str) -> Norm:
-        return Norm(self._fused(f"{name}.weight").float(), self._config.rms_norm_eps)
+    def _norm(self, prefix: str, name: str) -> Norm:
+        weight = self._fused(f"{prefix}{name}.weight", dtype=torch.float32)
+        return Norm(weight + self._config.norm_offset, self._config.rms_norm_eps)
+
+    def _optional_norm(self, prefix: str, name: str | None) -> Norm | None:
+        return None if name is None else self._norm(prefix, name)
 
     def _projection(self, has_bias: bool, *names: str) -> tuple[Tensor, Tensor | None]:  # noqa: FBT001 - private
         weight = self._fused(*(f"{name}.weight" for name in names))
         return weight, self._fused(*(f"{name}.bias" for name in names)) if has_bias else None
 
-    def _fused(self, *names: str) -> Tensor:
-        """The tensors `names`, one under the other."""
+    def _fused(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensors `names`, one under the other, in the computation's type if no other is named."""
         stored = [self._checkpoint.tensors[name] for name in names]
         num_rows = [tensor.shape[0] for tensor in stored]
-        place = torch.empty((sum(num_rows), *stored[0].shape[1:]), dtype=self._dtype, device=self._device)
+        place = torch.empty(
+            (sum(num_rows), *stored[0].shape[1:]), dtype=dtype or self._dtype, device=self._device
+        )
         for name, tensor, rows in zip(names, stored, torch.split(place, num_rows), strict=True):
             rows.copy_(self._read(name, tensor))
         self._num_bytes += place.nbytes

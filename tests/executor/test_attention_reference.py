@@ -9,7 +9,7 @@ from executor.attention.reference import ReferenceAttention
 from executor.inputs import StepInputs, build_inputs
 from executor.kv_cache import KVCache
 from executor.model import ModelError
-from executor.model.config import ModelConfig, RopeScaling
+from executor.model.config import LayerKind, ModelConfig, Rope
 from executor.sequences import Row, SamplingParams
 from tests.rig import attention_oracle
 
@@ -41,15 +41,14 @@ def cache_for(spec: AttentionSpec, num_blocks: int) -> KVCache:
         vocab_size=8,
         hidden_size=spec.num_heads * spec.head_dim,
         intermediate_size=8,
-        num_layers=1,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         max_seq_len=1024,
         rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        rope_scaling=RopeScaling(),
+        layers=(LayerKind(Rope(1e4)),),
         tie_word_embeddings=True,
+        attention_scale=spec.scale,
     )
     return KVCache(
         config, num_blocks=num_blocks, block_size=spec.block_size, dtype=spec.dtype, device=spec.device

@@ -4,22 +4,21 @@ import torch
 from executor import kv_cache
 from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
 from executor.model import ModelError
-from executor.model.config import ModelConfig, RopeScaling
+from executor.model.config import LayerKind, ModelConfig, Rope
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
     vocab_size=272,
     hidden_size=64,
     intermediate_size=128,
-    num_layers=3,
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
     max_seq_len=100,
     rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_scaling=RopeScaling(),
+    layers=(LayerKind(Rope(1e4)),) * 3,
     tie_word_embeddings=True,
+    attention_scale=0.25,
 )
 
 

@@ -2,24 +2,18 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from executor.attention.base import AttentionSpec
-from executor.attention.reference import ReferenceAttention
 from executor.model import ModelError
 from executor.model.checkpoint import open_checkpoint, tokenizer_fingerprint
-from executor.model.weights import ModelWeights, load_weights
-from executor.operations.plain import PlainOperations
+from tests.executor.loading import edit_json, refusal, weights
 from tests.executor.numerics import load, one_shot_logits
 from tests.rig import tiny_model
 
@@ -29,12 +23,6 @@ TEXT = list(b"all files of the model have a say")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tiny_model.build(tmp_path / "model")
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    """Change entries of the JSON object in `path`; None removes one."""
-    value = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: entry for name, entry in value.items() if entry is not None}))
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -57,21 +45,6 @@ def split_into_shards(folder: Path, count: int = 3) -> tuple[list[str], dict[str
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return names, weight_map
-
-
-def weights(path: Path) -> ModelWeights:
-    checkpoint, cpu = open_checkpoint(path), torch.device("cpu")
-    spec = AttentionSpec(cpu, torch.float32, 4, 2, 16, block_size=16, scale=0.25)
-    return load_weights(checkpoint, torch.float32, cpu, PlainOperations(ReferenceAttention(spec)))
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(ModelError) as raised:
-        weights(path)
-    sentence = str(raised.value)
-    assert "\n" not in sentence
-    assert sentence.endswith(".")
-    return sentence
 
 
 # --- paths and files ------------------------------------------------------------------------------
@@ -199,20 +172,32 @@ def test_b114_a_head_beside_tied_embeddings_is_refused_when_it_differs(folder: P
 
 # --- configuration --------------------------------------------------------------------------------
 
+SUPPORTED = (
+    "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+    "Gemma2ForCausalLM, Gemma3ForCausalLM"
+)
+
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "supported: LlamaForCausalLM"),
-        ({"architectures": None}, "supported: LlamaForCausalLM"),
-        ({"architectures": 7}, "supported: LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"architectures": ["GPT2LMHeadModel"]}, f"'GPT2LMHeadModel' is not supported; {SUPPORTED}"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, SUPPORTED),
+        ({"architectures": None}, SUPPORTED),
+        ({"architectures": 7}, SUPPORTED),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu, gelu_pytorch_tanh"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"rope_theta": 1}, "rope_theta is 1.0: rotary frequencies need a base above 1"),
+        ({"layer_types": ["full_attention"]}, "a list of 2 of full_attention, sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types is ['full_attention', 'chu"),
+        ({"layer_types": [["full_attention"], 7]}, "layer_types is [['full_attention'], 7]"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -247,9 +232,13 @@ def test_b117_a_hidden_size_that_heads_do_not_divide_names_both_numbers(folder: 
     [
         (
             {"type": "foo", "factor": 2.0},
-            "'foo' is not supported; supported: default, linear, dynamic, llama3",
+            "'foo' is not supported; supported: default, linear, dynamic, llama3, yarn",
         ),
-        ({"rope_type": "yarn", "factor": 2.0}, "'yarn' is not supported"),
+        ({"rope_type": "longrope", "factor": 2.0}, "'longrope' is not supported"),
+        ({"rope_type": ["linear"]}, "['linear'] is not supported"),
+        ({"rope_type": "yarn"}, "factor is missing"),
+        ({"rope_type": "yarn", "factor": 2, "beta_fast": 1}, "must be less"),
+        ({"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_type": 3}, "3 is not supported"),
         ({"type": "linear", "rope_type": "llama3", "factor": 2.0}, "they must agree"),
         ({"factor": 2.0}, "no rope_type"),
@@ -302,135 +291,3 @@ def test_model_fingerprint_tells_weights_apart_and_not_folders(tmp_path: Path) -
         for name, seed in (("first", 0), ("same", 0), ("other", 1))
     )
     assert first == same != other
-
-
-# --- GGUF -----------------------------------------------------------------------------------------
-
-
-def neighbours_from_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """The order in which llama.cpp stores query and key rows (its converter's `permute`)."""
-    head_dim = rows.shape[0] // num_heads
-    return rows.reshape(num_heads, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def write_gguf(
-    folder: Path,
-    path: Path,
-    *,
-    scaling: gguf.RopeScalingType | None = None,
-    rope_divisors: list[float] | None = None,
-) -> Path:
-    """The tiny folder as a float32 GGUF file."""
-    config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*tiny_model.byte_alphabet(), *tiny_model.SPECIAL_TOKENS])
-    writer.add_eos_token_id(tiny_model.EOS_ID)
-    writer.add_eot_token_id(tiny_model.IM_END_ID)
-    if scaling is not None:
-        writer.add_rope_scaling_type(scaling)
-        writer.add_rope_scaling_factor(4.0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        rows = tensor.numpy()
-        if "q_proj" in name:
-            rows = neighbours_from_halves(rows, config["num_attention_heads"])
-        if "k_proj" in name:
-            rows = neighbours_from_halves(rows, config["num_key_value_heads"])
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(rows))
-    if rope_divisors is not None:
-        writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"num_heads": 9, "num_kv_heads": 3, "hidden_size": 144},
-        {"attention_bias": True},
-    ],
-    ids=["untied", "tied", "nine_heads", "bias"],
-)
-def test_a_gguf_file_equals_the_folder_it_was_made_from(shape: dict[str, Any], tmp_path: Path) -> None:
-    folder = tiny_model.build(tmp_path / "model", **shape)
-    path = write_gguf(folder, tmp_path / "model.gguf")
-    from_folder, from_file = load(folder), load(path)
-    expected = one_shot_logits(from_folder, TEXT)
-    assert torch.equal(one_shot_logits(from_file, TEXT), expected)
-    assert from_file.fingerprints == from_folder.fingerprints
-    assert from_file.eos_token_ids == from_folder.eos_token_ids == (257, 259)
-    assert from_file.max_seq_len == from_folder.max_seq_len
-
-
-def test_linear_scaling_of_a_gguf_file_equals_the_folders(tmp_path: Path) -> None:
-    scaled = tiny_model.build(tmp_path / "model", rope_scaling={"type": "linear", "factor": 4.0})
-    path = write_gguf(scaled, tmp_path / "model.gguf", scaling=gguf.RopeScalingType.LINEAR)
-    expected = one_shot_logits(load(scaled), TEXT)
-    assert torch.equal(one_shot_logits(load(path), TEXT), expected)
-
-
-def test_frequency_divisors_of_a_gguf_file_scale_as_linear_does(tmp_path: Path) -> None:
-    scaled = tiny_model.build(tmp_path / "model", rope_scaling={"type": "linear", "factor": 4.0})
-    path = write_gguf(scaled, tmp_path / "model.gguf", rope_divisors=[4.0] * 8)
-    expected = one_shot_logits(load(scaled), TEXT)
-    assert torch.equal(one_shot_logits(load(path), TEXT), expected)
-
-
-def test_scaling_of_a_gguf_file_that_is_not_known_is_refused(folder: Path, tmp_path: Path) -> None:
-    path = write_gguf(folder, tmp_path / "model.gguf", scaling=gguf.RopeScalingType.YARN)
-    assert "'yarn' is not supported; supported: none, linear" in refusal(path)
-
-
-@pytest.mark.parametrize("keep", [0, 3, 100, 3000, -100])
-def test_a_truncated_gguf_file_is_refused(keep: int, folder: Path, tmp_path: Path) -> None:
-    path = write_gguf(folder, tmp_path / "model.gguf")
-    path.write_bytes(path.read_bytes()[:keep])
-    assert "cannot be read as GGUF" in refusal(path)
-
-
-def test_a_foreign_file_named_gguf_is_refused(folder: Path, tmp_path: Path) -> None:
-    path = shutil.copy(folder / "model.safetensors", tmp_path / "model.gguf")
-    assert "cannot be read as GGUF" in refusal(path)
-
-
-def test_a_folder_with_one_gguf_file_is_that_file(folder: Path, tmp_path: Path) -> None:
-    place = tmp_path / "pulled"
-    place.mkdir()
-    path = write_gguf(folder, place / "model.gguf")
-    assert weights(place).fingerprint == weights(path).fingerprint
-    (place / "generation_config.json").write_text('{"eos_token_id": [7, 257]}')
-    assert open_checkpoint(place).eos_token_ids == (7, 257, 259)
-    assert open_checkpoint(path).eos_token_ids == (257, 259)
-
-
-def test_a_folder_with_two_gguf_files_asks_which(folder: Path, tmp_path: Path) -> None:
-    place = tmp_path / "pulled"
-    place.mkdir()
-    for name in ("a.gguf", "b.gguf"):
-        write_gguf(folder, place / name)
-    assert "2 GGUF files (a.gguf, b.gguf)" in refusal(place)
-
-
-def test_a_gguf_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "gemma3")
-    writer.add_tensor("token_embd.weight", np.ones((4, 4), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert "architecture 'gemma3' is not supported; supported: llama" in refusal(path)

@@ -1,6 +1,7 @@
 """GGUF tokenizers against transformers' reading of the same file, and against a tokenizer.json."""
 
 import json
+import re
 import unicodedata
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from router import model_files
 from router.model_files import ModelFilesError
 from router.tokenizer import Tokenizer
 from tests.rig import tiny_model
+from tests.rig.real_gemma import REAL_GEMMA, needs_real_gemma
 from tests.router import gguf_files, prompts
 from tests.router.real_model import REAL_MODEL, needs_real_model
 
@@ -173,6 +175,28 @@ def test_sentencepiece_joins_the_best_scored_neighbours_first(llama_2: Pair, tex
     assert ours.encode(text)[1:] == best_neighbours_first(text, sentencepiece_scores())
 
 
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """No space is put before a text, and runs of spaces are tokens, spelled with spaces."""
+    metadata = gguf_files.sentencepiece(sentencepiece_pieces() | {"  ": -1000.0, "   ": -1000.0})
+    metadata["tokenizer.ggml.token_type"][-2:] = [4, 4]
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    return Tokenizer(model_files.read(gguf_files.write(path, metadata, architecture="gemma3")))
+
+
+@given(text=st.text(alphabet="abehnot \n.é", max_size=30))
+def test_gemma_puts_no_space_before_a_text_and_keeps_runs_of_spaces_whole(
+    gemma: Tokenizer, text: str
+) -> None:
+    runs = {"  ": gemma.vocab_size - 2, "   ": gemma.vocab_size - 1}
+    ids: list[int] = []
+    for part in re.split("(   |  )", text):
+        others = best_neighbours_first(part, sentencepiece_scores(), prefix="")
+        ids += [runs[part]] if part in runs else others
+    assert gemma.encode(text)[1:] == ids
+    assert gemma.decode(ids) == text
+
+
 _SCORES: dict[str, tuple[int, float]] = {}
 
 
@@ -183,11 +207,11 @@ def sentencepiece_scores() -> dict[str, tuple[int, float]]:
     return _SCORES
 
 
-def best_neighbours_first(text: str, scores: dict[str, tuple[int, float]]) -> list[int]:
+def best_neighbours_first(text: str, scores: dict[str, tuple[int, float]], *, prefix: str = "▁") -> list[int]:
     text = text.replace(" ", "▁")
     if not text:
         return []
-    parts = list(text if text.startswith("▁") else "▁" + text)
+    parts = list(text if text.startswith("▁") else prefix + text)
     while True:
         neighbours = map("".join, pairwise(parts))
         joined = [(scores[both][1], -place) for place, both in enumerate(neighbours) if both in scores]
@@ -228,8 +252,8 @@ def test_a_missing_key_is_named(tmp_path: Path, words: Words, key: str) -> None:
 
 
 def test_a_sentencepiece_tokenizer_of_another_architecture_is_refused(tmp_path: Path) -> None:
-    path = gguf_files.write(tmp_path / "m.gguf", gguf_files.sentencepiece({"a": -1.0}), architecture="gemma")
-    with pytest.raises(ModelFilesError, match=r"general\.architecture is 'gemma'"):
+    path = gguf_files.write(tmp_path / "m.gguf", gguf_files.sentencepiece({"a": -1.0}), architecture="phi3")
+    with pytest.raises(ModelFilesError, match=r"is 'phi3'; .* supported for 'llama', 'gemma2', 'gemma3'"):
         model_files.read(path)
 
 
@@ -257,3 +281,26 @@ def test_the_real_models_known_ids() -> None:
     ours = Tokenizer(model_files.read(REAL_MODEL))
     assert ours.encode("What is the capital of France?") == [1780, 314, 260, 3575, 282, 4649, 47]
     assert ours.encode("<|im_start|>user\n12") == [1, 4093, 198, 33, 34]
+
+
+@pytest.mark.model
+@needs_real_gemma
+def test_the_real_gemmas_known_ids() -> None:
+    """Those of sentencepiece with the file's pieces and scores, and the turn tokens found whole."""
+    ours = Tokenizer(model_files.read(REAL_GEMMA))
+    known = {
+        "Question: What is the capital of France?\nAnswer:": [
+            *(14977, 236787, 2900, 563, 506, 5279, 529, 7001, 236881, 107, 7925, 236787),
+        ],
+        "  two  spaces \n\n\n\tx = 12345;": [
+            *(138, 13498, 138, 35220, 236743, 109, 255968, 236781, 578, 236743),
+            *(236770, 236778, 236800, 236812, 236810, 236793),
+        ],
+        "<start_of_turn>user\n日本語と한국어 🙂<end_of_turn>": [
+            *(105, 2364, 107, 94951, 237032, 114216, 237430, 57235, 106),
+        ],
+        "<h1>x</h1>": [184, 236781, 191],
+    }
+    for text, ids in known.items():
+        assert ours.encode(text) == [2, *ids]
+        assert ours.decode(ids, include_special=True) == text

@@ -1,0 +1,334 @@
+"""What config.json of a Hugging Face folder says of a model's shape. Knows its words, and no tensor.
+
+An architecture's name stands for much that config.json leaves unsaid: that is its `Family`. Everything else
+is read, and a setting that would change the model and is not served is refused: a model that is nearly right
+talks nonsense.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from executor.model.config import (
+    LayerKind,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+    stretched_length,
+    yarn_attention_factor,
+)
+from executor.model.errors import ModelError
+from executor.model.settings import Settings
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""As config.json calls them, and as `ModelConfig` does."""
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_TYPES = (FULL, SLIDING)
+LLAMA_MAX_SEQ_LEN = 2048
+"""`max_position_embeddings` when it is absent, as it may be for Llama."""
+GEMMA_QUERY_SCALAR = 256
+"""`query_pre_attn_scalar` when it is absent."""
+
+# --- families -------------------------------------------------------------------------------------
+
+LayerTypes = Callable[[Settings, int], list[str]]
+"""The types of so many layers, where config.json has no `layer_types`."""
+
+
+def _all_full(_: Settings, num_layers: int) -> list[str]:
+    return [FULL] * num_layers
+
+
+def _all_sliding(_: Settings, num_layers: int) -> list[str]:
+    return [SLIDING] * num_layers
+
+
+def _sliding_from_some_layer_on(raw: Settings, num_layers: int) -> list[str]:
+    first = raw.integer("max_window_layers", default=28, at_least=0)
+    return [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+
+
+def _every_second_full(_: Settings, num_layers: int) -> list[str]:
+    return _every_nth_full(2, num_layers)
+
+
+def _every_sixth_full(raw: Settings, num_layers: int) -> list[str]:
+    return _every_nth_full(raw.integer("sliding_window_pattern", default=6), num_layers)
+
+
+def _every_nth_full(pattern: int, num_layers: int) -> list[str]:
+    """Gemma's layers: full is the last of each `pattern`."""
+    return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the name of an architecture stands for, and what its absent settings mean."""
+
+    layer_types: LayerTypes = _all_full
+    window: int | None = None
+    """`sliding_window` when it is absent; null is none."""
+    window_switch: str | None = None
+    """The switch without which no layer has a window."""
+    always_qkv_bias: bool = False
+    attention_bias: bool = True
+    """Whether `attention_bias` is a word of the family; it means all four projections."""
+    mlp_bias: bool = False
+    """Whether `mlp_bias` is a word of the family."""
+    qk_norm: bool = False
+    activation_name: str = "hidden_act"
+    activation: str = "silu"
+    tied: bool = False
+    """`tie_word_embeddings` when it is absent."""
+    is_gemma: bool = False
+    """Whether norms stand around attention and MLP, stored as distances from 1, embeddings are scaled, and
+    attention's scale and soft caps are settings."""
+    attention_soft_cap: float | None = None
+    """`attn_logit_softcapping` when it is absent; null is none."""
+    logits_soft_cap: float | None = None
+    """`final_logit_softcapping` when it is absent; null is none."""
+    rope_theta: float = 10_000.0
+    sliding_rope_theta: float | None = None
+    """Where layers with a window have frequencies of their own, never scaled."""
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(mlp_bias=True),
+    "MistralForCausalLM": Family(layer_types=_all_sliding, window=4096, attention_bias=False),
+    "Qwen2ForCausalLM": Family(
+        layer_types=_sliding_from_some_layer_on,
+        window=4096,
+        window_switch="use_sliding_window",
+        always_qkv_bias=True,
+        attention_bias=False,
+    ),
+    "Qwen3ForCausalLM": Family(
+        layer_types=_sliding_from_some_layer_on,
+        window=4096,
+        window_switch="use_sliding_window",
+        qk_norm=True,
+    ),
+    "Gemma2ForCausalLM": Family(
+        layer_types=_every_second_full,
+        window=4096,
+        activation_name="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        tied=True,
+        is_gemma=True,
+        attention_soft_cap=50.0,
+        logits_soft_cap=30.0,
+    ),
+    "Gemma3ForCausalLM": Family(
+        layer_types=_every_sixth_full,
+        window=4096,
+        qk_norm=True,
+        activation_name="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        tied=True,
+        is_gemma=True,
+        rope_theta=1_000_000.0,
+        sliding_rope_theta=10_000.0,
+    ),
+}
+
+# --- the shape ------------------------------------------------------------------------------------
+
+
+def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
+    """The shape that config.json describes. Raises `ModelError`."""
+    raw = Settings(values, "config.json")
+    family = _family(raw)
+    _refuse_what_is_not_served(raw, family)
+    hidden_size = raw.integer("hidden_size")
+    num_heads = raw.integer("num_attention_heads")
+    if raw.get("head_dim") is None and hidden_size % num_heads:
+        raise ModelError(
+            f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
+            "and head_dim is not given."
+        )
+    head_dim = raw.integer("head_dim", default=max(1, hidden_size // num_heads))
+    layers = layer_kinds(raw, family)
+    has_bias = family.attention_bias and raw.boolean("attention_bias")
+    query_scalar = float(head_dim)
+    if family.is_gemma:
+        query_scalar = raw.number("query_pre_attn_scalar", default=GEMMA_QUERY_SCALAR)
+
+    def soft_cap(name: str, absent: float | None) -> float | None:
+        return raw.optional_number(name, absent=absent) if family.is_gemma else None
+
+    return ModelConfig(
+        vocab_size=raw.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=raw.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=raw.integer("num_key_value_heads", default=num_heads),
+        head_dim=head_dim,
+        max_seq_len=max(_max_position_embeddings(raw), *(stretched_length(kind.rope) for kind in layers)),
+        layers=layers,
+        rms_norm_eps=raw.number("rms_norm_eps", default=1e-6),
+        tie_word_embeddings=raw.boolean("tie_word_embeddings", default=family.tied),
+        attention_scale=query_scalar**-0.5,
+        activation=ACTIVATIONS[raw.get(family.activation_name) or family.activation],
+        qkv_bias=family.always_qkv_bias or has_bias,
+        attention_out_bias=has_bias,
+        mlp_bias=family.mlp_bias and raw.boolean("mlp_bias"),
+        qk_norm=family.qk_norm,
+        update_norms=family.is_gemma,
+        norm_offset=1.0 if family.is_gemma else 0.0,
+        embedding_scale=math.sqrt(hidden_size) if family.is_gemma else 1.0,
+        attention_soft_cap=soft_cap("attn_logit_softcapping", family.attention_soft_cap),
+        logits_soft_cap=soft_cap("final_logit_softcapping", family.logits_soft_cap),
+    )
+
+
+def _family(raw: Settings) -> Family:
+    architectures = raw.get("architectures")
+    found = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    if not isinstance(found, str) or found not in FAMILIES:
+        raise ModelError(
+            f"config.json: architecture {found!r} is not supported; supported: {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[found]
+
+
+def _refuse_what_is_not_served(raw: Settings, family: Family) -> None:
+    activation = raw.get(family.activation_name) or family.activation
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise raw.refused(family.activation_name, ", ".join(ACTIVATIONS))
+    if raw.get("quantization_config") is not None:
+        raise ModelError(
+            "config.json: quantization_config is set, and quantised safetensors are not supported; "
+            "use the unquantised folder or a GGUF file."
+        )
+    if raw.get("use_bidirectional_attention"):
+        raise raw.refused("use_bidirectional_attention", "false")
+    _refuse_partial_rotation(raw)
+
+
+def _refuse_partial_rotation(raw: Settings) -> None:
+    if raw.number("partial_rotary_factor", default=1.0) != 1.0:
+        raise raw.refused("partial_rotary_factor", "1")
+
+
+def _max_position_embeddings(raw: Settings) -> int:
+    return raw.integer("max_position_embeddings", default=LLAMA_MAX_SEQ_LEN)
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def layer_kinds(raw: Settings, family: Family) -> tuple[LayerKind, ...]:
+    """What each layer sees, and how it rotates."""
+    num_layers = raw.integer("num_hidden_layers")
+    types = raw.get("layer_types")
+    if types is None:
+        types = family.layer_types(raw, num_layers)
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(each not in LAYER_TYPES for each in types)
+    ):
+        raise raw.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}")
+    ropes = _ropes(raw, family)
+    kinds = {FULL: LayerKind(ropes[FULL]), SLIDING: LayerKind(ropes[SLIDING], window=_window(raw, family))}
+    return tuple(kinds[each] for each in types)
+
+
+def _window(raw: Settings, family: Family) -> int | None:
+    is_switched_off = family.window_switch is not None and not raw.boolean(family.window_switch)
+    is_null = "sliding_window" in raw.values and raw.get("sliding_window") is None
+    if family.window is None or is_switched_off or is_null:
+        return None
+    return raw.integer("sliding_window", default=family.window)
+
+
+def _ropes(raw: Settings, family: Family) -> dict[str, Rope]:
+    """The rotation of each type of layer.
+
+    transformers 5 writes base and scaling into one entry, `rope_parameters`, or into one for each type of
+    layer; before it, they stood in `rope_theta` and `rope_scaling`, and Gemma 3 had `rope_local_base_freq`.
+    """
+    entry = raw.table("rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters")
+    theta = raw.number("rope_theta", default=family.rope_theta)
+    sliding_theta = raw.number("rope_local_base_freq", default=family.sliding_rope_theta or theta)
+    max_length = _max_position_embeddings(raw)
+    if any(name in entry.values for name in LAYER_TYPES):
+        return {
+            FULL: rope(entry.table(FULL), theta, max_length),
+            SLIDING: rope(entry.table(SLIDING), sliding_theta, max_length),
+        }
+    full = rope(entry, theta, max_length)
+    return {FULL: full, SLIDING: full if family.sliding_rope_theta is None else Rope(sliding_theta)}
+
+
+def rope(entry: Settings, theta: float, max_position_embeddings: int) -> Rope:
+    """The rotation that an entry describes; `theta` is its base where it names none."""
+    _refuse_partial_rotation(entry)
+    return Rope(entry.number("rope_theta", default=theta), rope_scaling(entry, max_position_embeddings))
+
+
+def rope_scaling(entry: Settings, max_position_embeddings: int) -> RopeScaling:
+    """The scaling that an entry describes; its kind stands under `rope_type` or, in old files, `type`."""
+    spellings = [entry.get(name) for name in ("rope_type", "type") if entry.get(name) is not None]
+    if len(spellings) == 2 and spellings[0] != spellings[1]:  # noqa: PLR2004 - there are two spellings
+        raise ModelError(
+            f"{entry.source} says rope_type {spellings[0]!r} and type {spellings[1]!r}; they must agree."
+        )
+    if not spellings and entry.get("factor") is not None:
+        raise ModelError(f"{entry.source} has a factor but no rope_type to say what it scales.")
+    kind = spellings[0] if spellings else "default"
+    match kind:
+        case "default":
+            return RopeScaling()
+        case "linear" | "dynamic":
+            return RopeScaling(kind, factor=entry.number("factor"))
+        case "llama3":
+            return _llama3(entry, max_position_embeddings)
+        case "yarn":
+            return _yarn(entry, max_position_embeddings)
+        case _:
+            raise ModelError(
+                f"{entry.source} kind {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}."
+            )
+
+
+def _llama3(entry: Settings, max_position_embeddings: int) -> RopeScaling:
+    low, high = entry.number("low_freq_factor"), entry.number("high_freq_factor")
+    if low >= high:
+        raise ModelError(
+            f"{entry.source} has low_freq_factor {low} and high_freq_factor {high}; the first must be less."
+        )
+    return RopeScaling(
+        "llama3",
+        factor=entry.number("factor"),
+        original_max_position_embeddings=entry.integer(
+            "original_max_position_embeddings", default=max_position_embeddings
+        ),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(entry: Settings, max_position_embeddings: int) -> RopeScaling:
+    original = entry.integer("original_max_position_embeddings", default=max_position_embeddings)
+    factor = entry.number("factor")
+    fast, slow = entry.number("beta_fast", default=32.0), entry.number("beta_slow", default=1.0)
+    if slow >= fast:
+        raise ModelError(f"{entry.source} has beta_slow {slow} and beta_fast {fast}; the first must be less.")
+    above, below = entry.optional_number("mscale"), entry.optional_number("mscale_all_dim")
+    sharpened = (
+        yarn_attention_factor(factor)
+        if above is None or below is None
+        else yarn_attention_factor(factor, above) / yarn_attention_factor(factor, below)
+    )
+    return RopeScaling(
+        "yarn",
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        rounds_ramp=entry.boolean("truncate", default=True),
+        attention_factor=entry.number("attention_factor", default=sharpened),
+    )

@@ -1,0 +1,170 @@
+"""What the metadata of a GGUF file say of a model's shape. Knows their words; reads no tensor.
+
+Where the metadata are silent, llama.cpp (`src/llama-model.cpp`, which defines these words) is followed.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from executor.model.config import (
+    LayerKind,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+    stretched_length,
+    yarn_attention_factor,
+)
+from executor.model.errors import ModelError
+from executor.model.settings import Settings
+
+_UNSERVED_YARN = (
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a name under `general.architecture` stands for, and what its absent settings mean."""
+
+    qk_norm: bool = False
+    is_gemma: bool = False
+    """Whether norms stand around attention and MLP, and embeddings are scaled; 1 is added to the norms."""
+    has_neighbour_rows: bool = False
+    """Whether the rows of query and key projections lie in llama.cpp's own order (`gguf_file`)."""
+    full_every: int = 0
+    """Where a window is set: full is the last of so many layers; 0 is none."""
+    window: int | None = None
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    num_layers_at_27b: int = 0
+    """So many layers has the size whose attention scale comes from hidden_size / num_heads."""
+    rope_theta: float = 10_000.0
+    sliding_rope_theta: float | None = None
+    """Where layers with a window have frequencies of their own, never scaled."""
+
+
+ARCHITECTURES = {
+    "llama": Architecture(has_neighbour_rows=True),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(qk_norm=True),
+    "gemma2": Architecture(
+        is_gemma=True,
+        full_every=2,
+        window=4096,
+        attention_soft_cap=50.0,
+        logits_soft_cap=30.0,
+        num_layers_at_27b=46,
+    ),
+    "gemma3": Architecture(
+        is_gemma=True,
+        qk_norm=True,
+        full_every=6,
+        num_layers_at_27b=62,
+        rope_theta=1_000_000.0,
+        sliding_rope_theta=10_000.0,
+    ),
+}
+
+
+def architecture_of(metadata: Mapping[str, Any], source: str) -> Architecture:
+    """The architecture that the metadata name. Raises `ModelError` for one that is not served."""
+    name = metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{source}: architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}."
+        )
+    return ARCHITECTURES[name]
+
+
+def config_from_metadata(
+    metadata: Mapping[str, Any], tensor_names: Collection[str], vocab_size: int, source: str
+) -> ModelConfig:
+    """The model's shape from the file's metadata, and from which tensors it has. Raises `ModelError`."""
+    architecture = architecture_of(metadata, source)
+    said = Settings(metadata, source, prefix=f"{metadata['general.architecture']}.")
+    if said.get("expert_count"):
+        raise said.refused("expert_count", "none, for mixtures of experts are not served")
+    hidden_size = said.integer("embedding_length")
+    num_heads = said.integer("attention.head_count")
+    head_dim = said.integer("attention.key_length", default=max(1, hidden_size // num_heads))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if said.integer(name, default=head_dim) != head_dim:
+            raise said.refused(name, f"the size of a query head, {head_dim}")
+    layers = _layer_kinds(said, architecture)
+    is_27b = len(layers) == architecture.num_layers_at_27b
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=said.integer("feed_forward_length"),
+        num_heads=num_heads,
+        num_kv_heads=said.integer("attention.head_count_kv", default=num_heads),
+        head_dim=head_dim,
+        max_seq_len=max(said.integer("context_length"), *(stretched_length(kind.rope) for kind in layers)),
+        layers=layers,
+        rms_norm_eps=said.number("attention.layer_norm_rms_epsilon", default=1e-5),
+        tie_word_embeddings="output.weight" not in tensor_names,
+        attention_scale=(hidden_size / num_heads if is_27b else head_dim) ** -0.5,
+        activation="gelu_tanh" if architecture.is_gemma else "silu",
+        qkv_bias="blk.0.attn_q.bias" in tensor_names,
+        attention_out_bias="blk.0.attn_output.bias" in tensor_names,
+        mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
+        qk_norm=architecture.qk_norm,
+        update_norms=architecture.is_gemma,
+        embedding_scale=math.sqrt(hidden_size) if architecture.is_gemma else 1.0,
+        attention_soft_cap=said.optional_number(
+            "attn_logit_softcapping", absent=architecture.attention_soft_cap
+        ),
+        logits_soft_cap=said.optional_number("final_logit_softcapping", absent=architecture.logits_soft_cap),
+    )
+
+
+def _layer_kinds(said: Settings, architecture: Architecture) -> tuple[LayerKind, ...]:
+    num_layers = said.integer("block_count")
+    scaling = rope_scaling(said)
+    theta = said.number("rope.freq_base", default=architecture.rope_theta)
+    full = LayerKind(Rope(theta, scaling))
+    if architecture.full_every:
+        window = said.integer("attention.sliding_window", default=architecture.window)
+    elif said.get("attention.sliding_window") is not None:
+        window = said.integer("attention.sliding_window")
+    else:
+        return (full,) * num_layers
+    sliding_rope = full.rope
+    if architecture.sliding_rope_theta is not None:
+        sliding_rope = Rope(said.number("rope.freq_base_swa", default=architecture.sliding_rope_theta))
+    sliding = LayerKind(sliding_rope, window)
+    if not architecture.full_every:
+        return (sliding,) * num_layers
+    pattern = said.integer("attention.sliding_window_pattern", default=architecture.full_every)
+    return tuple(sliding if (layer + 1) % pattern else full for layer in range(num_layers))
+
+
+def rope_scaling(said: Settings) -> RopeScaling:
+    """The scaling that the metadata name; `llama3` is not named there but stored as a tensor."""
+    named = said.get("rope.scaling.type")
+    kind = ("linear" if said.get("rope.scaling.factor") else "none") if named is None else named
+    if kind == "none":
+        return RopeScaling()
+    if kind == "linear":
+        return RopeScaling("linear", factor=said.number("rope.scaling.factor"))
+    if kind != "yarn":
+        raise said.refused("rope.scaling.type", "none, linear, yarn")
+    for name in _UNSERVED_YARN:
+        if said.get(name) is not None:
+            raise said.refused(name, "none")
+    factor = said.number("rope.scaling.factor")
+    return RopeScaling(
+        "yarn",
+        factor=factor,
+        original_max_position_embeddings=said.integer(
+            "rope.scaling.original_context_length", default=said.integer("context_length")
+        ),
+        beta_fast=said.number("rope.scaling.yarn_beta_fast", default=32.0),
+        beta_slow=said.number("rope.scaling.yarn_beta_slow", default=1.0),
+        attention_factor=yarn_attention_factor(factor),
+    )

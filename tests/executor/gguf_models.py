@@ -1,0 +1,85 @@
+"""Writes a Hugging Face folder as a GGUF file, as llama.cpp's converter does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.torch import load_file
+
+from tests.rig import tiny_model
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
+}
+
+
+def neighbours_from_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """The order in which llama.cpp stores query and key rows of `llama` (its converter's `permute`)."""
+    head_dim = rows.shape[0] // num_heads
+    return rows.reshape(num_heads, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def stored_rows(architecture: str, name: str, rows: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """What the file holds for the tensor `name`."""
+    if architecture == "llama" and "q_proj" in name:
+        return neighbours_from_halves(rows, config["num_attention_heads"])
+    if architecture == "llama" and "k_proj" in name:
+        return neighbours_from_halves(rows, config["num_key_value_heads"])
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return rows + np.float32(1.0)
+    return rows
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    architecture: str = "llama",
+    rope_divisors: list[float] | None = None,
+    stored_as: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    **more: Any,
+) -> Path:
+    """The folder as a file, its matrices `stored_as` that type.
+
+    `more` are further settings of the architecture, `__` standing for a dot.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    for name, value in more.items():
+        add[type(value)](f"{architecture}.{name.replace('__', '.')}", value)
+    if (folder / "tokenizer.json").exists():
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([*tiny_model.byte_alphabet(), *tiny_model.SPECIAL_TOKENS])
+        writer.add_eos_token_id(tiny_model.EOS_ID)
+        writer.add_eot_token_id(tiny_model.IM_END_ID)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config["num_hidden_layers"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        rows = stored_rows(architecture, name, tensor.numpy(), config)
+        rows = np.ascontiguousarray(rows)
+        kind = stored_as if rows.ndim > 1 else gguf.GGMLQuantizationType.F32
+        name_there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(name_there, gguf.quants.quantize(rows, kind), raw_dtype=kind)
+    if rope_divisors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
