@@ -22,7 +22,9 @@ COPY protos protos
 COPY rpc rpc
 COPY chairlift chairlift
 COPY ${SERVICE} ${SERVICE}
-RUN /opt/chairlift/bin/pip install --no-cache-dir --find-links /wheels ".[${SERVICE}]"
+# A router brings its HTTP door along; CHAIRLIFT_HTTP=0.0.0.0:8000 opens it.
+RUN extras="${SERVICE}"; if [ "${SERVICE}" = router ]; then extras=router,http; fi; \
+    /opt/chairlift/bin/pip install --no-cache-dir --find-links /wheels ".[${extras}]"
 
 # --- what every service's image is ----------------------------------------------------------------------
 FROM ${BASE_IMAGE} AS base

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chairlift.client import router_at
+from chairlift.calls import router_at
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.address import Address
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chairlift.client import CallError, router_at
+from chairlift.calls import router_at
 from chairlift.own_service import own_service
+from chairlift.results import ChairliftError
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.errors import StartError
 
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
     try:
         works = read_workload(Path(workload))
         seconds, outputs = asyncio.run(_measure(flags, works))
-    except (StartError, CallError) as error:
+    except (StartError, ChairliftError) as error:
         print(f"chairlift bench offline: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -136,5 +137,7 @@ async def _one(router: "router_pb2_grpc.RouterAsyncStub", work: Work) -> list[in
     tokens = list(answer.choices[0].token_ids)
     if len(tokens) != work.max_tokens:
         reason = common_pb2.FinishReason.Name(answer.choices[0].finished.reason)
-        raise CallError(f"a request of {work.max_tokens} tokens got {len(tokens)} ({reason})")
+        raise ChairliftError(
+            "INTERNAL", f"a request of {work.max_tokens} tokens got {len(tokens)} ({reason})"
+        )
     return tokens

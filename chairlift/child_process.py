@@ -116,6 +116,8 @@ class ChildProcess:
             if text.startswith(_ANNOUNCEMENT) and not self._announced.done():
                 self.address = Address.parse(text.removeprefix(_ANNOUNCEMENT), field="listening on")
                 self._announced.set_result(self.address)
+            else:
+                print(text, flush=True)  # where its other doors are
 
     async def _read_stderr(self, stream: asyncio.StreamReader) -> None:
         """Hands lines on, but for `NAME: why it cannot start`, which its starter tells."""

@@ -23,8 +23,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from chairlift.client import CallError, router_at
+from chairlift.calls import router_at
 from chairlift.figures import Answer, figures
+from chairlift.results import ChairliftError
 from chairlift.seats import Step, picture
 from chairlift.watch import step_of
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False)
     try:
         return asyncio.run(_demo(options.model, options.dtype, console))
-    except (StartError, CallError) as error:
+    except (StartError, ChairliftError) as error:
         console.print(f"chairlift demo: {error}", style="red", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
@@ -181,7 +182,7 @@ async def _ask(
     """Streams one answer; `accepted` is set at its first event, or when there will be none.
 
     Raises:
-        CallError: it ended otherwise than by STOP or LENGTH.
+        ChairliftError: it ended otherwise than by STOP or LENGTH.
     """
     text, first_token_seconds = "", 0.0
     finished = router_pb2.Finished()
@@ -199,7 +200,7 @@ async def _ask(
         accepted.set()
     if finished.reason not in {common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH}:
         reason = common_pb2.FinishReason.Name(finished.reason)
-        raise CallError(f"question {request.request_id} ended with {reason}")
+        raise ChairliftError("INTERNAL", f"question {request.request_id} ended with {reason}")
     tell(request.request_id, text, True)
     seconds = time.monotonic() - started
     return Answer(request.request_id, text, finished.usage.num_output_tokens, first_token_seconds, seconds)
@@ -220,7 +221,7 @@ async def _warm_up(
     """Asks for one token until the watch has shown a step: from then on it misses none.
 
     Raises:
-        CallError: no step was ever shown.
+        ChairliftError: no step was ever shown.
     """
     for attempt in range(_WARM_UP_ATTEMPTS):
         request = _request(f"{_WARM_UP}-{attempt}", "Hello", 1)
@@ -230,7 +231,7 @@ async def _warm_up(
             async with asyncio.timeout(_STEP_WAIT_SECONDS), seen:
                 await seen.wait_for(lambda: bool(steps))
                 return
-    raise CallError("the router's Watch shows no steps")
+    raise ChairliftError("INTERNAL", "the router's Watch shows no steps")
 
 
 class _Board:

@@ -7,7 +7,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from chairlift.client import DEFAULT_ADDRESS, CallError, router_at
+from chairlift.calls import DEFAULT_ADDRESS, router_at
+from chairlift.results import ChairliftError
 from protos.v1 import router_pb2
 from rpc.address import Address, AddressError
 
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     try:
         address = Address.parse(options.address, field="--address")
         response = asyncio.run(_ask(address, options.request_id))
-    except (AddressError, CallError) as error:
+    except (AddressError, ChairliftError) as error:
         print(f"chairlift explain: {error}", file=sys.stderr)
         return 1
     Console(highlight=False).print(table(response))

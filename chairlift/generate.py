@@ -5,14 +5,17 @@ import asyncio
 import signal
 import sys
 
-from chairlift.client import DEFAULT_ADDRESS, CallError, router_at
-from protos.v1 import common_pb2, router_pb2
-from rpc.address import Address, AddressError
+from chairlift.asking import Options, Prompt
+from chairlift.calls import DEFAULT_ADDRESS
+from chairlift.client import AsyncClient
+from chairlift.results import ChairliftError, FinishReason, Message
+from rpc.address import Address
 
+_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n")
 _WHY = {
-    common_pb2.FINISH_REASON_ABORT: "the request was given up by the server",
-    common_pb2.FINISH_REASON_DEADLINE: "the time given by --timeout was over",
-    common_pb2.FINISH_REASON_ERROR: "the server could not compute it",
+    FinishReason.ABORT: "the request was given up by the server",
+    FinishReason.DEADLINE: "the time given by --timeout was over",
+    FinishReason.ERROR: "the server could not compute it",
 }
 
 
@@ -21,9 +24,9 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         address = Address.parse(options.address, field="--address")
-        prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-        return asyncio.run(_stream(address, _request(options, prompt), options.timeout))
-    except (AddressError, CallError, ValueError) as error:
+        text = sys.stdin.read() if options.prompt == "-" else options.prompt
+        return asyncio.run(_stream(str(address), _prompt(options, text), options))
+    except (ChairliftError, ValueError) as error:
         print(f"chairlift generate: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # asyncio has cancelled the call, and with it the request
@@ -54,45 +57,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _request(options: argparse.Namespace, prompt: str) -> router_pb2.GenerateRequest:
-    """The request as asked for; an option that was not given stays absent.
+def _prompt(options: argparse.Namespace, text: str) -> Prompt:
+    """The text, or the conversation it is the last message of."""
+    if not options.chat:
+        return text
+    system = [] if options.system is None else [Message("system", options.system)]
+    return [*system, Message("user", text)]
+
+
+async def _stream(address: str, prompt: Prompt, options: argparse.Namespace) -> int:
+    """Prints the answer as it comes; of several, the first as it comes and the others after it, in order.
 
     Raises:
+        ChairliftError: what the router, or the way to it, said.
         ValueError: a number that the contract cannot hold.
     """
-    request = router_pb2.GenerateRequest(n=options.n, stop=options.stop)
-    for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"):
-        value = getattr(options, name)
-        if value is not None:
-            try:
-                setattr(request.sampling, name, value)
-            except ValueError as error:
-                raise ValueError(f"--{name.replace('_', '-')} does not fit into 64 bits: {value}") from error
-    if not options.chat:
-        request.text = prompt
-        return request
-    if options.system is not None:
-        request.chat.messages.add(role="system", content=options.system)
-    request.chat.messages.add(role="user", content=prompt)
-    return request
-
-
-async def _stream(
-    address: Address, request: router_pb2.GenerateRequest, timeout_seconds: float | None
-) -> int:
-    """Prints the answer as it comes; of several, the first as it comes and the others after it, in order."""
+    given = Options(**{name: getattr(options, name) for name in _OPTIONS})  # type: ignore[typeddict-item]
     texts: dict[int, str] = {}
     exit_code = 0
-    async with router_at(address) as router:
-        async for event in router.Generate(request, timeout=timeout_seconds):
-            match event.WhichOneof("event"):
-                case "delta" if event.delta.index == 0:
-                    print(event.delta.text, end="", flush=True)
-                case "delta":
-                    texts[event.delta.index] = texts.get(event.delta.index, "") + event.delta.text
-                case "finished" if event.finished.reason in _WHY:
-                    print(f"\nchairlift generate: {_WHY[event.finished.reason]}", file=sys.stderr)
-                    exit_code = 1
+    async with (
+        AsyncClient(address) as client,
+        client.stream(prompt, timeout_seconds=options.timeout, **given) as stream,
+    ):
+        async for piece in stream:
+            if piece.index == 0:
+                print(piece.text, end="", flush=True)
+            else:
+                texts[piece.index] = texts.get(piece.index, "") + piece.text
+            if piece.finish_reason in _WHY:
+                print(f"\nchairlift generate: {_WHY[piece.finish_reason]}", file=sys.stderr)
+                exit_code = 1
     print()
     for index in sorted(texts):
         print(f"\n--- answer {index + 1}\n{texts[index]}")

@@ -36,6 +36,9 @@ class ServeSettings(Settings):
     listen: str = Field(
         default="127.0.0.1:50051", description="Where clients connect: HOST:PORT or unix:PATH."
     )
+    http: str | None = Field(
+        default=None, description="Where to serve OpenAI's HTTP too: HOST:PORT or unix:PATH."
+    )
     dtype: str | None = Field(
         default=None, description="Number type of the computation: float32 or bfloat16."
     )
@@ -101,6 +104,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "max_queued": ("scheduler",),
     "max_queued_tokens": ("scheduler",),
     "tenants": ("scheduler",),
+    "http": ("router",),
     "model_name": ("router",),
     "default_max_tokens": ("router",),
     "recovery_timeout": ("router",),

@@ -5,7 +5,8 @@ import asyncio
 import signal
 import sys
 
-from chairlift.client import DEFAULT_ADDRESS, CallError, router_at
+from chairlift.calls import DEFAULT_ADDRESS, router_at
+from chairlift.results import ChairliftError
 from chairlift.seats import Member, Seats, Step
 from protos.v1 import router_pb2
 from rpc.address import Address, AddressError
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     try:
         return asyncio.run(_follow(Address.parse(options.address, field="--address")))
-    except (AddressError, CallError) as error:
+    except (AddressError, ChairliftError) as error:
         print(f"chairlift watch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -7,17 +7,18 @@ from functools import partial
 from protos.v1 import router_pb2, router_pb2_grpc
 from router import model_files
 from router.config import RouterSettings
+from router.intake import Intake, ServedModel
 from router.model_files import GenerationDefaults
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import TokenizerIdentity
-from router.servicer import RouterServicer, ServedModel
+from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer
 from router.validation import Defaults
 from rpc import log
 from rpc.address import parse_list
 from rpc.errors import StartError
 from rpc.health import Health
-from rpc.server import main, serve
+from rpc.server import SideDoor, main, serve
 from rpc.settings import load
 
 SERVICE_NAME: str = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
@@ -51,14 +52,16 @@ async def run_router() -> int:
             for address in parse_list(settings.scheduler, field="--scheduler")
         ]
     )
-    servicer = RouterServicer(
+    intake = Intake(
         model=ServedModel(
             name=settings.model_name or files.name,
             tokenizer=tokenizer,
             defaults=_defaults(files.generation_defaults, settings.default_max_tokens),
         ),
         schedulers=schedulers,
-        max_message_bytes=settings.max_message_bytes,
+    )
+    servicer = RouterServicer(
+        intake=intake, schedulers=schedulers, max_message_bytes=settings.max_message_bytes
     )
     try:
         return await serve(
@@ -66,10 +69,24 @@ async def run_router() -> int:
             services={SERVICE_NAME: partial(router_pb2_grpc.add_RouterServicer_to_server, servicer)},
             health=health,
             run=schedulers.run,
-            drain=servicer.drain,
+            drain=intake.drain,
+            side_doors=[_http_door(intake, settings)] if settings.http else [],
         )
     finally:
-        servicer.close()
+        intake.close()
+
+
+def _http_door(intake: Intake, settings: RouterSettings) -> SideDoor:
+    """The HTTP door. Its libraries are an extra. Raises StartError when they are not there."""
+    try:
+        from router.http.app import HttpApp
+        from router.http.server import HttpDoor
+    except ImportError as error:
+        raise StartError(
+            f"--http needs libraries that are not installed ({error.name}); "
+            "`pip install 'chairlift[router,http]'` brings them"
+        ) from error
+    return HttpDoor(HttpApp(intake, max_body_bytes=settings.max_message_bytes), settings.http)
 
 
 def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:

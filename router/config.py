@@ -14,6 +14,11 @@ class RouterSettings(ServiceSettings):
         default="127.0.0.1:50051",
         description="Where to listen: HOST:PORT or unix:PATH. Port 0 takes a free one.",
     )
+    http: str = Field(
+        default="",
+        description="Where to serve OpenAI's HTTP too: HOST:PORT or unix:PATH; empty: nowhere. It needs the "
+        "`http` extra.",
+    )
     model: Path = Field(
         description="Folder or GGUF file to take the tokenizer, the chat template and the defaults from."
     )

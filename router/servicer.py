@@ -1,126 +1,38 @@
-"""The calls of clients: from a request to its log, from its log to events.
+"""The gRPC door: calls of `chairlift.v1.Router` into local requests, what comes of them into its messages.
 
-Here a request is taken in, placed, waited for and let go; what it means is decided in `validation`, what
-happened to it stands in its log, and the scheduler's side is the client's. Whatever way a call ends, its
-scheduler is told (`_live`).
+What a request means is decided in `validation`; how it is taken in, waited for and let go, in `intake`.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
-import secrets
 import time
-import uuid
 from collections import abc
-from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 import grpc
 import structlog
 
 from protos.v1 import router_pb2, router_pb2_grpc
 from router import validation, wire
-from router.chat import ChatError
-from router.request_log import End, FinishReason, RequestLog
+from router.call import Call
+from router.intake import Arrival, Intake
 from router.scheduler_client import SchedulerClient, SchedulerPool
-from router.stop_strings import StopStrings
-from router.text_stream import TextStream
-from router.tokenizer import Tokenizer
-from rpc.errors import RequestError, abort, invalid
-
-# Texts up to this long are tokenized at once (well under a millisecond); longer ones in a thread.
-_INLINE_CHARACTERS: Final = 2048
-_INLINE_TOKENS: Final = 2048
-_TOKENIZER_THREADS: Final = 2
+from rpc.errors import RequestError, abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What a router knows of its model without a scheduler."""
-
-    name: str
-    tokenizer: Tokenizer
-    defaults: validation.Defaults
-
-
-class _LiveRequest:
-    """One request under way: its log, and a bell that rings when the log has something new."""
-
-    def __init__(self, log: RequestLog) -> None:
-        self.log = log
-        self.changed = asyncio.Event()
-        self._prompt_told = False
-        self._ends_told: set[int] = set()
-
-    @property
-    def all_told(self) -> bool:
-        """Whether the client has been told the end of each choice."""
-        return len(self._ends_told) == len(self.log.choices)
-
-    async def until_taken_in(self) -> None:
-        """Returns when a scheduler has taken every choice in. Raises RequestError when it refused one."""
-        while not self.log.taken_in and not self.log.ended:
-            self.raise_failure()
-            self.changed.clear()
-            await self.changed.wait()
-        self.raise_failure()
-
-    def new_events(self) -> list[router_pb2.GenerateEvent]:
-        """What has happened since the last call: at most one delta and one end for each choice.
-
-        An end that fails the call is told by the status alone: gRPC clients may drop messages that arrive
-        together with an error status.
-        """
-        events: list[router_pb2.GenerateEvent] = []
-        for choice in self.log.choices:
-            piece = choice.take_delta()
-            if piece is not None:
-                events.append(router_pb2.GenerateEvent(delta=wire.delta(piece)))
-            if choice.end and choice.index not in self._ends_told and wire.failure(choice.end) is None:
-                self._ends_told.add(choice.index)
-                events.append(router_pb2.GenerateEvent(finished=wire.finished(self.log, choice)))
-        if not self._prompt_told and (events or self.log.num_cached_tokens is not None):
-            self._prompt_told = True
-            events.insert(0, router_pb2.GenerateEvent(prompt_info=wire.prompt_info(self.log)))
-        return events
-
-    def raise_failure(self) -> None:
-        """Raises the RequestError with which a choice ended, if one did."""
-        for choice in self.log.choices:
-            error = wire.failure(choice.end) if choice.end is not None else None
-            if error is not None:
-                raise error
-
-
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """The service `chairlift.v1.Router`."""
 
-    def __init__(self, *, model: ServedModel, schedulers: SchedulerPool, max_message_bytes: int) -> None:
+    def __init__(self, *, intake: Intake, schedulers: SchedulerPool, max_message_bytes: int) -> None:
         """`max_message_bytes` is told to clients; the server enforces it."""
-        self._model = model
+        self._intake = intake
         self._schedulers = schedulers
         self._max_message_bytes = max_message_bytes
-        self._live_ids: set[str] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._threads = concurrent.futures.ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
-
-    @property
-    def num_live(self) -> int:
-        """Requests under way."""
-        return len(self._live_ids)
-
-    async def drain(self) -> None:
-        """Returns when no request is left."""
-        await self._idle.wait()
-
-    def close(self) -> None:
-        """Gives the tokenizer's threads back."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- generation ---------------------------------------------------------------------------------
 
@@ -128,131 +40,40 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def Generate(  # type: ignore[override]  # the stubs know no handler that writes
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> None:
-        """Streams events as the log grows. A slow reader gets fewer and larger deltas."""
-        async with _answering(context), self._live(request, context) as live:
-            await live.until_taken_in()
-            await context.write(router_pb2.GenerateEvent(accepted=wire.accepted(live.log)))
-            live.log.accepted = True
-            while not live.all_told:
-                live.changed.clear()
-                for event in live.new_events():
-                    await context.write(event)
-                live.raise_failure()
-                if not live.all_told:
-                    await live.changed.wait()
+        """Streams events as the log grows. A slow reader gets fewer and larger deltas.
+
+        An end that fails the call is told by the status alone: gRPC clients may drop messages that arrive
+        together with an error status.
+        """
+        async with _answering(context), self._call(request, context) as call:
+            await call.until_taken_in()
+            await context.write(router_pb2.GenerateEvent(accepted=wire.accepted(call.logs[0])))
+            while news := await call.news():
+                for item in news:
+                    await context.write(wire.event(item))
 
     async def Complete(
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.GenerateResponse:
         """The same, once, at the end. A choice that fails fails the call."""
-        async with _answering(context), self._live(request, context) as live:
-            log = live.log
-            await live.until_taken_in()
-            log.accepted = True  # this client is told nothing before the end, and must lose nothing either
-            while not log.ended:
-                live.raise_failure()
-                live.changed.clear()
-                await live.changed.wait()
-            live.raise_failure()
-            return wire.response(log)
+        async with _answering(context), self._call(request, context) as call:
+            await call.until_taken_in()
+            await call.until_ended()
+            return wire.response(call.logs[0])
 
-    @contextlib.asynccontextmanager
-    async def _live(
+    def _call(
         self, request: router_pb2.GenerateRequest, context: Context
-    ) -> abc.AsyncIterator[_LiveRequest]:
-        """Takes a request in and, when the call is over in whatever way, lets it go."""
+    ) -> contextlib.AbstractAsyncContextManager[Call]:
+        """The request as a call of one."""
         received_at = time.monotonic()
         remaining_seconds = context.time_remaining()
-        deadline = None if remaining_seconds is None else received_at + remaining_seconds
-        validation.check_request_id(request.request_id)
-        request_id = request.request_id or uuid.uuid4().hex
-        with structlog.contextvars.bound_contextvars(request_id=request_id), self._reserved(request_id):
-            scheduler = self._schedulers.place(request_id)
-            log = await self._begun(request, request_id, scheduler, received_at, deadline)
-            live = _LiveRequest(log)
-            scheduler.submit(log, live.changed.set)
-            try:
-                yield live
-            finally:
-                late = deadline is not None and time.monotonic() >= deadline
-                scheduler.release(log, End(FinishReason.DEADLINE if late else FinishReason.ABORT))
-                _log_end(log)
-
-    @contextlib.contextmanager
-    def _reserved(self, request_id: str) -> abc.Iterator[None]:
-        """Keeps the id for one request. Raises RequestError, ALREADY_EXISTS, when it has one."""
-        if request_id in self._live_ids:
-            raise RequestError(
-                grpc.StatusCode.ALREADY_EXISTS,
-                f"request_id is {request_id!r}, and a request of this id is still running",
-                field="request_id",
-            )
-        self._live_ids.add(request_id)
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._live_ids.discard(request_id)
-            if not self._live_ids:
-                self._idle.set()
-
-    async def _begun(
-        self,
-        request: router_pb2.GenerateRequest,
-        request_id: str,
-        scheduler: SchedulerClient,
-        received_at: float,
-        deadline: float | None,
-    ) -> RequestLog:
-        """The log of a request that is right in every respect. Raises RequestError when it is not."""
-        welcome = scheduler.welcome
-        assert welcome is not None, "a scheduler that takes requests has been welcomed"
-        limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
-        checked = validation.checked(wire.generate_request(request), model=self._model.name, limits=limits)
-        wire.refuse_unknown_fields(request)
-        valid = validation.fitted(
-            checked,
-            await self._prompt_token_ids(checked.prompt),
-            limits=limits,
-            defaults=self._model.defaults,
-            drawn_seed=secrets.randbits(64) - (1 << 63),
-        )
-        tokenizer = self._model.tokenizer
-        return RequestLog(
-            request_id=request_id,
-            tenant="",
-            prompt_token_ids=valid.prompt_token_ids,
-            sampling=valid.sampling,
-            texts=[
-                TextStream(tokenizer.detokenizer(), StopStrings(valid.stop, include=valid.include_stop))
-                for _ in range(valid.n)
-            ],
-            eos_token_ids=frozenset(welcome.eos_token_ids),
-            priority=valid.priority,
-            cache_salt=valid.cache_salt,
-            body_digest=wire.body_digest(request),
-            deadline=deadline,
+        arrival = Arrival(
             received_at=received_at,
+            deadline=None if remaining_seconds is None else received_at + remaining_seconds,
+            body_digest=wire.body_digest(request),
+            refuse_unknown=partial(wire.refuse_unknown_fields, request),
         )
-
-    async def _prompt_token_ids(self, prompt: str | tuple[int, ...] | validation.Chat) -> abc.Sequence[int]:
-        """Ids of a checked prompt. What may take long runs in a thread, and the loop goes on."""
-        tokenizer = self._model.tokenizer
-        loop = asyncio.get_running_loop()
-        match prompt:
-            case tuple():
-                return prompt
-            case str() if len(prompt) <= _INLINE_CHARACTERS:
-                return tokenizer.encode(prompt)
-            case str():
-                return await loop.run_in_executor(self._threads, tokenizer.encode, prompt)
-            case validation.Chat(messages, tools, add_generation_prompt):
-                try:
-                    return await loop.run_in_executor(
-                        self._threads, tokenizer.encode_chat, messages, tools, add_generation_prompt
-                    )
-                except ChatError as error:
-                    raise invalid("chat", str(error)) from error
+        return self._intake.call([wire.generate_request(request)], arrival)
 
     # --- ids and text -------------------------------------------------------------------------------
 
@@ -261,13 +82,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.TokenizeResponse:
         """Ids as Generate would make them."""
         async with _answering(context):
-            validation.check_model(request.model, self._model.name)
-            welcome = self._schedulers.welcome()
-            limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
-            prompt = validation.checked_prompt(wire.prompt(request), limits)
-            wire.refuse_unknown_fields(request)
+            self._intake.check_model(request.model)
+            token_ids = await self._intake.tokenize(
+                wire.text_or_chat(request), partial(wire.refuse_unknown_fields, request)
+            )
             return router_pb2.TokenizeResponse(
-                token_ids=await self._prompt_token_ids(prompt), max_total_tokens=welcome.max_total_tokens
+                token_ids=token_ids, max_total_tokens=self._intake.welcome().max_total_tokens
             )
 
     async def Detokenize(
@@ -275,17 +95,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.DetokenizeResponse:
         """Text as Generate would make it."""
         async with _answering(context):
-            validation.check_model(request.model, self._model.name)
-            validation.check_token_ids("token_ids", request.token_ids, self._schedulers.welcome().vocab_size)
+            self._intake.check_model(request.model)
             wire.refuse_unknown_fields(request)
-            token_ids = list(request.token_ids)
-
-            def decode() -> str:
-                return self._model.tokenizer.decode(token_ids, include_special=request.include_special)
-
-            if len(token_ids) <= _INLINE_TOKENS:
-                return router_pb2.DetokenizeResponse(text=decode())
-            text = await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+            text = await self._intake.detokenize(request.token_ids, include_special=request.include_special)
             return router_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(
@@ -293,17 +105,17 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.GetModelResponse:
         """The model as the router and its scheduler know it."""
         async with _answering(context):
-            validation.check_model(request.model, self._model.name)
-            welcome = self._schedulers.welcome()
+            self._intake.check_model(request.model)
+            welcome, model = self._intake.welcome(), self._intake.model
             return router_pb2.GetModelResponse(
-                model=self._model.name,
+                model=model.name,
                 max_total_tokens=welcome.max_total_tokens,
                 vocab_size=welcome.vocab_size,
                 eos_token_ids=welcome.eos_token_ids,
-                defaults=wire.defaults(self._model.defaults),
+                defaults=wire.defaults(model.defaults),
                 fingerprints=wire.fingerprints(welcome.fingerprints),
                 dtype=welcome.dtype,
-                has_chat_template=self._model.tokenizer.has_chat_template,
+                has_chat_template=model.tokenizer.has_chat_template,
                 max_message_bytes=self._max_message_bytes,
             )
 
@@ -352,13 +164,3 @@ async def _answering(context: Context) -> abc.AsyncIterator[None]:
     except Exception:  # noqa: BLE001 - the outermost frame of ours; it is logged and answered
         _log.exception("defect")
         await abort(context, RequestError(grpc.StatusCode.INTERNAL, "the router failed; its log says where"))
-
-
-def _log_end(log: RequestLog) -> None:
-    _log.info(
-        "request_ended",
-        reasons=[choice.end.reason.name.lower() for choice in log.choices if choice.end is not None],
-        num_prompt_tokens=len(log.prompt_token_ids),
-        num_output_tokens=sum(len(choice.output_token_ids) for choice in log.choices),
-        seconds=round(time.monotonic() - log.received_at, 3),
-    )

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from router.chat import ChatError, ChatMessage, ChatTemplate, TemplateError
-from router.detokenizer import ByteLevelDetokenizer, Detokenizer, PieceDetokenizer
+from router.detokenizer import BYTE_TOKEN, ByteLevelDetokenizer, Detokenizer, PieceDetokenizer
 from router.model_files import ModelFiles, ModelFilesError
 
 
@@ -96,6 +96,20 @@ class Tokenizer:
         """The vocabulary's own spelling of a token, None for an id without one."""
         text: str | None = self._tokenizer.id_to_token(token_id)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for within a text; a special one stands for its spelling."""
+        spelling = self.token_text(token_id)
+        if spelling is None:
+            return b""
+        if token_id in self._special_ids:
+            return spelling.encode()
+        if self._token_bytes is not None:
+            return self._bytes_of(token_id)
+        if self._byte_fallback and BYTE_TOKEN.fullmatch(spelling):
+            return bytes.fromhex(spelling[3:5])
+        # Behind a plain word, for the first piece of a text may lose its space.
+        return self.decode([self._anchor, token_id]).removeprefix(self.decode([self._anchor])).encode()
 
     def detokenizer(self) -> Detokenizer:
         """A fresh detokenizer for one sequence."""

@@ -8,12 +8,12 @@ import hashlib
 from collections import abc
 from typing import Final
 
-import grpc
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from router import scheduler_session as session
+from router.call import Ended, Grown, News, PromptSeen
 from router.request_log import (
     ChoiceLog,
     Delta,
@@ -24,14 +24,11 @@ from router.request_log import (
     TokenLogprobs,
 )
 from router.validation import Conversation, Defaults, GenerateRequest, SamplingRequest
-from rpc.errors import RequestError, invalid
+from rpc.errors import invalid
 
 # Fields of SamplingParams that are part of the contract and not served at this revision.
 _UNSERVED_PRESENT: Final = ("prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _UNSERVED_FILLED: Final = ("logit_bias", "allowed_token_ids", "banned_token_ids")
-
-_STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
-
 
 # --- from clients -----------------------------------------------------------------------------------
 
@@ -52,10 +49,15 @@ def generate_request(request: router_pb2.GenerateRequest) -> GenerateRequest:
     )
 
 
-def prompt(
-    request: router_pb2.GenerateRequest | router_pb2.TokenizeRequest,
-) -> str | abc.Sequence[int] | Conversation | None:
+def prompt(request: router_pb2.GenerateRequest) -> str | abc.Sequence[int] | Conversation | None:
     """The prompt that is set, or None."""
+    return request.token_ids.ids if request.HasField("token_ids") else text_or_chat(request)
+
+
+def text_or_chat(
+    request: router_pb2.GenerateRequest | router_pb2.TokenizeRequest,
+) -> str | Conversation | None:
+    """The text or the conversation that is set, or None."""
     match request.WhichOneof("prompt"):
         case "text":
             return request.text
@@ -63,8 +65,6 @@ def prompt(
             chat = request.chat
             opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
             return Conversation(chat.messages, chat.tools, opened)
-        case "token_ids" if isinstance(request, router_pb2.GenerateRequest):
-            return request.token_ids.ids
         case _:
             return None
 
@@ -113,6 +113,17 @@ def _sampling_request(sampling: common_pb2.SamplingParams) -> SamplingRequest:
 
 
 # --- to clients -------------------------------------------------------------------------------------
+
+
+def event(news: News) -> router_pb2.GenerateEvent:
+    """One thing that happened to a request."""
+    match news:
+        case PromptSeen(log):
+            return router_pb2.GenerateEvent(prompt_info=prompt_info(log))
+        case Grown(_, piece):
+            return router_pb2.GenerateEvent(delta=delta(piece))
+        case Ended(log, choice):
+            return router_pb2.GenerateEvent(finished=finished(log, choice))
 
 
 def accepted(request: RequestLog) -> router_pb2.Accepted:
@@ -178,22 +189,6 @@ def response(request: RequestLog) -> router_pb2.GenerateResponse:
             finished=finished(request, choice),
         )
     return answer
-
-
-def failure(end: End) -> RequestError | None:
-    """The status with which a choice's end fails its call; None when it is a proper end."""
-    match end.reason:
-        case FinishReason.STOP | FinishReason.LENGTH:
-            return None
-        case FinishReason.DEADLINE:
-            code, otherwise = grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the call passed"
-        case FinishReason.ABORT:
-            code, otherwise = grpc.StatusCode.ABORTED, "the server gave the request up"
-        case FinishReason.ERROR:
-            code, otherwise = grpc.StatusCode.INTERNAL, "the request could not be computed"
-    code = _STATUS_CODES.get(end.status_code, code) if end.status_code else code
-    retry_after_seconds = end.retry_after_ms / 1000 if end.retry_after_ms else None
-    return RequestError(code, end.message or otherwise, retry_after_seconds=retry_after_seconds)
 
 
 def sampling_params(params: SamplingParams) -> common_pb2.SamplingParams:

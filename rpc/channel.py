@@ -20,6 +20,16 @@ Options = list[tuple[str, int | str]]
 
 def connect(address: Address, *, max_message_bytes: int) -> grpc.aio.Channel:
     """A channel to `address`. It connects at the first call and reconnects by itself, at most 1 s apart."""
+    options = _client_options(address, max_message_bytes)
+    return grpc.aio.insecure_channel(address.target, options=options)
+
+
+def connect_blocking(address: Address, *, max_message_bytes: int) -> grpc.Channel:
+    """The same for threads, outside any event loop."""
+    return grpc.insecure_channel(address.target, options=_client_options(address, max_message_bytes))
+
+
+def _client_options(address: Address, max_message_bytes: int) -> Options:
     options: Options = [
         *_common_options(max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -33,7 +43,7 @@ def connect(address: Address, *, max_message_bytes: int) -> grpc.aio.Channel:
     ]
     if address.unix_path is not None:
         options.append(("grpc.default_authority", "localhost"))  # a path is no legal :authority elsewhere
-    return grpc.aio.insecure_channel(address.target, options=options)
+    return options
 
 
 def server_options(*, max_message_bytes: int) -> Options:

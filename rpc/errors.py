@@ -64,11 +64,14 @@ async def abort(context: "grpc.aio.ServicerContext[object, object]", error: Requ
     await context.abort(status.code, status.details, status.trailing_metadata)
 
 
-def from_call(error: grpc.aio.AioRpcError) -> RequestError:
-    """What a peer answered, as the refusal it was made from (the other direction of `abort`)."""
+def from_call(error: Any) -> RequestError:
+    """What a peer answered, as the refusal it was made from (the other direction of `abort`).
+
+    `error` is what a call raised: a grpc.aio.AioRpcError, or outside of event loops a grpc.RpcError, which
+    has the same methods though its type does not say so.
+    """
     result = RequestError(error.code(), error.details() or error.code().name)
-    trailers: Any = error.trailing_metadata()  # an aio.Metadata; the stubs call it a tuple
-    raw = trailers.get(_DETAILS_KEY) if trailers else None
+    raw = dict(error.trailing_metadata() or ()).get(_DETAILS_KEY)
     if not isinstance(raw, bytes):
         return result
     for detail in status_pb2.Status.FromString(raw).details:

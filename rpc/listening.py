@@ -9,7 +9,9 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -25,20 +27,56 @@ def bind(server: grpc.aio.Server, listen: str) -> Address:
     Raises:
         StartError: naming the address and the reason.
     """
-    try:
-        address = Address.parse(listen, field="--listen")
-    except AddressError as error:
-        raise StartError(str(error)) from error
-    if address.target.startswith("dns:"):
-        raise StartError(f"--listen is {address}: one listens on HOST:PORT or unix:PATH")
-    try:
+    with _explained(listen, "--listen") as address:
         if address.unix_path is not None:
             _try_path(Path(address.unix_path))
         else:
             _try_port(address)
         port = server.add_insecure_port(address.target)
+    return _with_port(address, port)
+
+
+def bound_socket(listen: str, *, field: str) -> tuple[socket.socket, Address]:
+    """A listening socket for a server that is not gRPC's, and its address, by the same rules as `bind`.
+
+    `field` names the setting that `listen` comes from.
+
+    Raises:
+        StartError: naming the field, the address and the reason.
+    """
+    with _explained(listen, field) as address, contextlib.ExitStack() as on_failure:
+        if address.unix_path is not None:
+            _try_path(Path(address.unix_path))
+            taken = on_failure.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
+            taken.bind(address.unix_path)
+        else:
+            family, kind, protocol, where = _resolved(address)
+            taken = on_failure.enter_context(contextlib.closing(socket.socket(family, kind, protocol)))
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(where)
+        taken.listen()
+        taken.setblocking(False)
+        on_failure.pop_all()
+    port = 0 if address.unix_path is not None else taken.getsockname()[1]
+    return taken, _with_port(address, port)
+
+
+@contextlib.contextmanager
+def _explained(listen: str, field: str) -> Iterator[Address]:
+    """The address that `listen` spells; what keeps it from being had becomes a StartError."""
+    try:
+        address = Address.parse(listen, field=field)
+    except AddressError as error:
+        raise StartError(str(error)) from error
+    if address.target.startswith("dns:"):
+        raise StartError(f"{field} is {address}: one listens on HOST:PORT or unix:PATH")
+    try:
+        yield address
     except (OSError, RuntimeError) as error:
-        raise StartError(f"--listen is {address}: {_reason(error)}") from error
+        raise StartError(f"{field} is {address}: {_reason(error)}") from error
+
+
+def _with_port(address: Address, port: int) -> Address:
     if address.unix_path is not None:
         return address
     return Address(f"{address.target.rpartition(':')[0]}:{port}")
@@ -65,14 +103,20 @@ def _try_path(path: Path) -> None:
 
 
 def _try_port(address: Address) -> None:
-    host, port = address.host_and_port or ("", 0)
-    family, kind, protocol, _, where = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    family, kind, protocol, where = _resolved(address)
     with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(where)
         probe.listen()  # two sockets may be bound with SO_REUSEADDR; only one may listen
+
+
+def _resolved(address: Address) -> tuple[socket.AddressFamily, socket.SocketKind, int, Any]:
+    """What a socket for this address is made with, and bound to."""
+    host, port = address.host_and_port or ("", 0)
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    return family, kind, protocol, where
 
 
 def _reason(error: OSError | RuntimeError) -> str:

@@ -8,8 +8,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import structlog
@@ -30,6 +30,21 @@ _FAREWELL_SECONDS = 0.5
 _log = structlog.get_logger()
 
 
+class SideDoor(Protocol):
+    """Another server in the same process and event loop, for clients that do not speak gRPC."""
+
+    name: str
+
+    async def open(self) -> str:
+        """Begins to listen; returns the address. Raises StartError."""
+
+    def close(self) -> None:
+        """Refuses new calls from now on; running ones go on."""
+
+    async def stop(self) -> None:
+        """Ends what still runs, and the server."""
+
+
 async def serve(
     settings: ServiceSettings,
     *,
@@ -37,6 +52,7 @@ async def serve(
     health: Health,
     run: Callable[[], Awaitable[None]] | None = None,
     drain: Callable[[], Awaitable[None]] | None = None,
+    side_doors: Sequence[SideDoor] = (),
 ) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code.
 
@@ -49,9 +65,10 @@ async def serve(
         drain: returns when no request is left. From SIGTERM on, health says NOT_SERVING and new calls are
             refused with UNAVAILABLE; once `drain` has returned or `grace_seconds` are over, what still runs
             is ended (clients see UNAVAILABLE). Without it, open calls are waited for.
+        side_doors: opened, closed and stopped along with the gRPC server; `drain` waits for their calls too.
 
     A second signal ends the process at once. The bound address is announced on stdout as one line,
-    `listening on ADDRESS`.
+    `listening on ADDRESS`, and that of each side door as another, `NAME on ADDRESS`.
 
     Raises:
         StartError: the address cannot be had, or `run` found that the service cannot start.
@@ -69,15 +86,22 @@ async def serve(
         await server.start()
         print(f"listening on {address}", flush=True)  # noqa: T201 - the announcement that scripts wait for
         _log.info("listening", address=str(address))
-        work = asyncio.ensure_future(run()) if run is not None else None
+        work = None
         try:
+            for side_door in side_doors:
+                where = await side_door.open()
+                print(f"{side_door.name} on {where}", flush=True)  # noqa: T201 - likewise
+                _log.info("listening", door=side_door.name, address=where)
+            work = asyncio.ensure_future(run()) if run is not None else None
             failure = await _failure_before(stop_asked, work)
             await health.shut_down()
             door.close()
+            for side_door in side_doors:
+                side_door.close()
             if failure is None:
                 await _drain(server, drain, settings.grace_seconds)
         finally:
-            await server.stop(0)
+            await asyncio.gather(server.stop(0), *(side_door.stop() for side_door in side_doors))
             if work is not None:
                 work.cancel()
                 await asyncio.wait([work])

@@ -40,6 +40,11 @@ class ServiceProcess:
             raise RuntimeError(f"{module} did not start: {announced}\n{self.stderr}")
         self.address = announced.removeprefix("listening on ")
 
+    def next_line(self) -> str:
+        """The next line on its stdout, such as where another of its doors is."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
     @property
     def pid(self) -> int:
         return self._process.pid

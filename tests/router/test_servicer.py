@@ -1,121 +1,22 @@
 """The router as clients meet it, with the tiny model's tokenizer and a scheduler that a test speaks for."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import grpc
 import pytest
 
-from protos.v1 import common_pb2, router_pb2, router_pb2_grpc, scheduler_pb2
+from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from protos.v1.router_pb2 import GenerateEvent, GenerateRequest
-from router import model_files
-from router.scheduler_client import SchedulerClient, SchedulerPool
-from router.scheduler_session import PART_TOKENS, TokenizerIdentity
-from router.servicer import RouterServicer, ServedModel
-from router.tokenizer import Tokenizer
-from router.validation import Defaults
-from rpc.address import Address
-from rpc.channel import connect, server_options
+from router.scheduler_session import PART_TOKENS
 from rpc.errors import from_call
 from tests.rig import tiny_model
-from tests.rig.scripted_scheduler import MAX_MESSAGE_BYTES, ScriptedScheduler, serving
+from tests.rig.scripted_scheduler import MAX_MESSAGE_BYTES, ScriptedScheduler
+from tests.router.stack import Start, eventually, letters
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 STOP = common_pb2.FINISH_REASON_STOP
 ABORT = common_pb2.FINISH_REASON_ABORT
 Sampling = common_pb2.SamplingParams
-
-
-@dataclass
-class Rig:
-    """One router before one scripted scheduler."""
-
-    stub: "router_pb2_grpc.RouterAsyncStub"
-    scheduler: ScriptedScheduler
-    servicer: RouterServicer
-    pool: SchedulerPool
-
-    async def serving(self) -> None:
-        """Waits until requests are taken."""
-        await eventually(lambda: self.pool.refusal is None)
-
-    async def quiet(self) -> None:
-        """Waits until nothing is left of any request."""
-        await eventually(lambda: self.servicer.num_live == 0)
-        assert all(client.num_live == 0 for client in self.pool.clients)
-        assert all(not client._wakes for client in self.pool.clients)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - conditions on whatever object, so there is no event to wait for
-            await asyncio.sleep(0.005)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(model_files.read(tiny_model.build(tmp_path_factory.mktemp("model") / "tiny")))
-
-
-@pytest.fixture
-def start(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., contextlib.AbstractAsyncContextManager[Rig]]:
-    return partial(rig, tmp_path, tokenizer)
-
-
-@contextlib.asynccontextmanager
-async def rig(
-    folder: Path,
-    tokenizer: Tokenizer,
-    scheduler: ScriptedScheduler | None = None,
-    *,
-    recovery_timeout_seconds: float = 60.0,
-    ready: bool = True,
-    max_tokens: int | None = None,
-    served: bool = True,
-) -> AsyncIterator[Rig]:
-    scheduler = scheduler or ScriptedScheduler()
-    async with contextlib.AsyncExitStack() as stack:
-        path = folder / "scheduler.sock"
-        if served:
-            await stack.enter_async_context(serving(scheduler, path))
-        client = SchedulerClient(
-            Address.parse(f"unix:{path}", field="--scheduler"),
-            router_id="router-1",
-            tokenizer=TokenizerIdentity(tokenizer.fingerprint, tokenizer.vocab_size),
-            recovery_timeout_seconds=recovery_timeout_seconds,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            on_serving_changed=lambda: None,
-        )
-        pool = SchedulerPool([client])
-        model = ServedModel("tiny", tokenizer, Defaults(temperature=0.5, max_tokens=max_tokens))
-        servicer = RouterServicer(model=model, schedulers=pool, max_message_bytes=MAX_MESSAGE_BYTES)
-        stack.callback(servicer.close)
-        server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
-        router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
-        address = f"unix:{folder}/router.sock"
-        server.add_insecure_port(address)
-        await server.start()
-        stack.push_async_callback(server.stop, 0)
-        running = asyncio.create_task(pool.run())
-
-        async def stop_running() -> None:
-            running.cancel()
-            await asyncio.wait([running])
-
-        stack.push_async_callback(stop_running)
-        channel = connect(Address.parse(address, field=""), max_message_bytes=MAX_MESSAGE_BYTES)
-        stack.push_async_callback(channel.close)
-        started = Rig(router_pb2_grpc.RouterStub(channel), scheduler, servicer, pool)
-        if ready:
-            await started.serving()
-        yield started
-
-
-Start = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
 
 
 def text_request(text: str = "hi", **fields: object) -> GenerateRequest:
@@ -145,11 +46,6 @@ async def failure(call: "grpc.aio.Call") -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await (collect(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call)
     return raised.value
-
-
-def letters(text: str) -> Callable[[scheduler_pb2.Submit], list[int]]:
-    """A script: every sequence says this text, then the end token."""
-    return lambda _submit: [*text.encode(), tiny_model.EOS_ID]
 
 
 # --- Generate ---------------------------------------------------------------------------------------
@@ -648,7 +544,7 @@ async def test_b87_draining_waits_for_the_last_request(start: Start) -> None:
     async with start() as rig:
         call = rig.stub.Complete(text_request())
         submit = await rig.scheduler.submitted()
-        draining = asyncio.create_task(rig.servicer.drain())
+        draining = asyncio.create_task(rig.intake.drain())
         await asyncio.sleep(0)
         assert not draining.done()
         await rig.scheduler.give(submit, [97, 257], finish=STOP)

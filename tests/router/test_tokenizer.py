@@ -10,6 +10,7 @@ from router.model_files import ModelFilesError
 from router.tokenizer import Tokenizer
 from tests.rig import tiny_model
 from tests.router import prompts
+from tests.router.test_detokenizer import llama_2
 
 
 @pytest.fixture
@@ -32,6 +33,21 @@ def test_special_tokens_show_on_request(tokenizer: Tokenizer) -> None:
     ids = [tiny_model.BOS_ID, ord("a"), tiny_model.IM_END_ID]
     assert tokenizer.decode(ids) == "a"
     assert tokenizer.decode(ids, include_special=True) == "<|bos|>a<|im_end|>"
+
+
+def test_a_token_stands_for_its_bytes_and_a_special_one_for_its_spelling(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token_bytes(byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert tokenizer.token_bytes(tiny_model.EOS_ID) == b"<|eos|>"
+    assert tokenizer.token_bytes(tiny_model.VOCAB_SIZE - 1) == b""
+
+
+def test_a_piece_stands_for_its_space_too_and_a_byte_token_for_its_byte() -> None:
+    pieces = llama_2()
+    stands_for = {pieces.token_text(i): pieces.token_bytes(i) for i in range(pieces.vocab_size)}
+    assert stands_for["▁Hello"] == b" Hello"
+    assert stands_for["<0xFC>"] == b"\xfc"
+    assert stands_for["<0x4>"] == b"<0x4>"
+    assert stands_for["</s>"] == b"</s>"
 
 
 def test_b78_a_start_token_is_added_to_plain_text_and_not_to_a_templates(folder: Path) -> None:

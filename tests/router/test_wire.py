@@ -6,6 +6,7 @@ import pytest
 from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from router import scheduler_session as session
 from router import wire
+from router.call import failure
 from router.request_log import End, FinishReason, TokenLogprobs
 from router.validation import Conversation, SamplingRequest
 from rpc.errors import RequestError
@@ -36,7 +37,7 @@ def test_each_kind_of_prompt_is_told_apart_even_when_it_is_empty() -> None:
     ids = wire.prompt(router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=[-1, 1 << 40])))
     assert not isinstance(ids, str | Conversation | None)
     assert list(ids) == [-1, 1 << 40]
-    chat = wire.prompt(router_pb2.TokenizeRequest(chat=router_pb2.Chat(tools=["{}"])))
+    chat = wire.text_or_chat(router_pb2.TokenizeRequest(chat=router_pb2.Chat(tools=["{}"])))
     assert isinstance(chat, Conversation)
     assert (len(chat.messages), list(chat.tools), chat.add_generation_prompt) == (0, ["{}"], True)
     closed = wire.prompt(router_pb2.GenerateRequest(chat=router_pb2.Chat(add_generation_prompt=False)))
@@ -137,7 +138,7 @@ def test_b111_without_a_token_there_is_no_first_token_time() -> None:
     ],
 )
 def test_b75_an_end_that_is_no_proper_end_has_a_status(end: End, code: grpc.StatusCode) -> None:
-    error = wire.failure(end)
+    error = failure(end)
     assert error is not None
     assert error.code is code
     assert error.message
@@ -145,7 +146,7 @@ def test_b75_an_end_that_is_no_proper_end_has_a_status(end: End, code: grpc.Stat
 
 
 def test_proper_ends_have_no_status() -> None:
-    assert wire.failure(End(FinishReason.STOP)) is wire.failure(End(FinishReason.LENGTH)) is None
+    assert failure(End(FinishReason.STOP)) is failure(End(FinishReason.LENGTH)) is None
 
 
 # --- with schedulers --------------------------------------------------------------------------------

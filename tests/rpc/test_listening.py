@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from rpc.errors import StartError
-from rpc.listening import bind
+from rpc.listening import bind, bound_socket
 
 
 @pytest.fixture
@@ -79,3 +79,20 @@ async def test_an_address_that_cannot_be_had_is_refused_with_the_reason(
         bind(server, listen)
     assert says in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_socket_for_another_server_is_had_by_the_same_rules(tmp_path: Path) -> None:
+    taken, address = bound_socket("127.0.0.1:0", field="--http")
+    with taken:
+        assert address.host_and_port == taken.getsockname()
+        with pytest.raises(StartError, match=rf"^--http is {address}: the port is in use by another"):
+            bound_socket(str(address), field="--http")
+        with socket.create_connection(taken.getsockname()):
+            pass
+    taken, address = bound_socket(f"unix:{tmp_path}/a.sock", field="--http")
+    with taken, pytest.raises(StartError, match="another process listens on that socket"):
+        bound_socket(str(address), field="--http")
+    taken, _ = bound_socket(str(address), field="--http")  # the file was left behind
+    taken.close()
+    with pytest.raises(StartError, match="--http is '8000'"):
+        bound_socket("8000", field="--http")

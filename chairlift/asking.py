@@ -1,0 +1,93 @@
+"""What a caller of the client library may ask, as the message that travels. Pure."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from chairlift.results import Message
+from protos.v1 import common_pb2, router_pb2
+
+Prompt = str | Sequence[int] | Sequence[Message | Mapping[str, str]]
+"""A text to continue, token ids, or a conversation (messages, or mappings with `role` and `content`)."""
+
+
+class Options(TypedDict, total=False):
+    """What may be said beside the prompt. What is left out is the server's default.
+
+    The fields are those of `GenerateRequest` and `SamplingParams` in protos/v1, with their limits; `tools`
+    are definitions as mappings, for the model's chat template.
+    """
+
+    model: str
+    request_id: str
+    n: int
+    stop: Sequence[str]
+    include_stop: bool
+    priority: int
+    cache_salt: str
+    tools: Sequence[Mapping[str, Any]]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    logprobs: int
+
+
+_OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateRequest:
+    """The request. None stands for what is left out.
+
+    Raises:
+        TypeError: an option that there is not, or a value of the wrong type.
+        ValueError: a number that the contract cannot hold; tools without a conversation.
+    """
+    request = router_pb2.GenerateRequest()
+    _put_prompt(request, prompt)
+    for name, value in options.items():
+        if name not in Options.__annotations__:
+            options_there_are = ", ".join(sorted(Options.__annotations__))
+            raise TypeError(f"{name!r} is no option; options are {options_there_are}")
+        if value is None:
+            continue
+        if name == "tools":
+            _put_tools(request, options["tools"])
+        else:
+            _put(request.sampling if name in _OF_SAMPLING else request, name, value)
+    return request
+
+
+def _put_prompt(request: router_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+        return
+    request.token_ids.SetInParent()
+    for entry in prompt:
+        if isinstance(entry, Message):
+            request.chat.messages.add(role=entry.role, content=entry.content, name=entry.name)
+        elif isinstance(entry, Mapping):
+            request.chat.messages.add(**entry)
+        else:
+            request.token_ids.ids.append(entry)
+
+
+def _put_tools(request: router_pb2.GenerateRequest, tools: Sequence[Mapping[str, Any]]) -> None:
+    if not request.HasField("chat"):
+        raise ValueError("tools are for a conversation, and the prompt is none")
+    request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in tools)
+
+
+def _put(message: router_pb2.GenerateRequest | common_pb2.SamplingParams, name: str, value: object) -> None:
+    try:
+        if message.DESCRIPTOR.fields_by_name[name].is_repeated:
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except ValueError as error:
+        raise ValueError(f"{name} does not fit into the contract: {value} ({error})") from error

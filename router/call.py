@@ -1,0 +1,128 @@
+"""What one client waits for: the logs of its requests, and what has become of them since it last asked.
+
+The same for every door; each puts the news into its own words. It must not know proto types or JSON.
+"""
+
+import asyncio
+from collections import abc
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from router.request_log import ChoiceLog, Delta, End, FinishReason, RequestLog
+from rpc.errors import RequestError
+
+_STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSeen:
+    """A scheduler has begun with this request: its log tells what the prompt came to."""
+
+    log: RequestLog
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """More of one choice."""
+
+    log: RequestLog
+    delta: Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One choice has come to a proper end."""
+
+    log: RequestLog
+    choice: ChoiceLog
+
+
+News = PromptSeen | Grown | Ended
+
+
+class Call:
+    """What one client waits for: the logs of its requests, in its order, and a bell for all of them."""
+
+    def __init__(self, logs: tuple[RequestLog, ...]) -> None:
+        self.logs = logs
+        self._bell = asyncio.Event()
+        self._prompts_untold = set(logs)
+        self._ends_untold = {choice for log in logs for choice in log.choices}
+        self._failure: RequestError | None = None
+
+    def ring(self) -> None:
+        """Something new is in a log."""
+        self._bell.set()
+
+    async def until_taken_in(self) -> None:
+        """Returns when schedulers have taken every choice in. Raises RequestError when one was refused."""
+        await self._until(lambda log: log.taken_in or log.ended)
+        for log in self.logs:
+            log.accepted = True
+
+    async def until_ended(self) -> None:
+        """Returns when every choice has ended. Raises RequestError as soon as one has failed."""
+        await self._until(lambda log: log.ended)
+
+    async def news(self) -> list[News]:
+        """What has happened since the last call, once something has; empty when all has been told.
+
+        At most one delta and one end for each choice, however long nobody asked. Raises RequestError when a
+        choice has failed, after what had come before: that end is told in no other way.
+        """
+        if self._failure is not None:
+            raise self._failure
+        while True:
+            self._bell.clear()
+            self._failure = self._first_failure()
+            news = [item for log in self.logs for item in self._news_of(log)]
+            if news or not self._ends_untold:
+                return news
+            if self._failure is not None:
+                raise self._failure
+            await self._bell.wait()
+
+    def _news_of(self, log: RequestLog) -> list[News]:
+        news: list[News] = []
+        for choice in log.choices:
+            delta = choice.take_delta()
+            if delta is not None:
+                news.append(Grown(log, delta))
+            if choice.end and choice in self._ends_untold and failure(choice.end) is None:
+                self._ends_untold.discard(choice)
+                news.append(Ended(log, choice))
+        if log in self._prompts_untold and (news or log.num_cached_tokens is not None):
+            self._prompts_untold.discard(log)
+            news.insert(0, PromptSeen(log))
+        return news
+
+    async def _until(self, reached: abc.Callable[[RequestLog], bool]) -> None:
+        while True:
+            self._bell.clear()
+            if (failed := self._first_failure()) is not None:
+                raise failed
+            if all(map(reached, self.logs)):
+                return
+            await self._bell.wait()
+
+    def _first_failure(self) -> RequestError | None:
+        ends = (choice.end for log in self.logs for choice in log.choices if choice.end is not None)
+        return next((failed for end in ends if (failed := failure(end)) is not None), None)
+
+
+def failure(end: End) -> RequestError | None:
+    """The status with which a choice's end fails its call; None when it is a proper end."""
+    match end.reason:
+        case FinishReason.STOP | FinishReason.LENGTH:
+            return None
+        case FinishReason.DEADLINE:
+            code, otherwise = grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the call passed"
+        case FinishReason.ABORT:
+            code, otherwise = grpc.StatusCode.ABORTED, "the server gave the request up"
+        case FinishReason.ERROR:
+            code, otherwise = grpc.StatusCode.INTERNAL, "the request could not be computed"
+    code = _STATUS_CODES.get(end.status_code, code) if end.status_code else code
+    retry_after_seconds = end.retry_after_ms / 1000 if end.retry_after_ms else None
+    return RequestError(code, end.message or otherwise, retry_after_seconds=retry_after_seconds)

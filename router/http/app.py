@@ -1,0 +1,240 @@
+"""The HTTP door's paths, and the way of one call: body, requests, taken in, answer.
+
+Errors found before the first token are HTTP statuses; later ones are an error event, and no [DONE] follows.
+A client that hangs up, streaming or not, has its call cancelled at once. Nothing is decided here about
+requests: `asked` reads them, `intake` takes them in, `answers` words what becomes of them.
+"""
+
+import asyncio
+import time
+import uuid
+from collections import abc
+from dataclasses import replace
+from hashlib import sha256
+from typing import Final
+
+import grpc
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.http import asked as bodies
+from router.http import errors
+from router.http.answers import Answer
+from router.http.asked import Asked
+from router.http.errors import HttpError
+from router.http.exchange import Exchange
+from router.http.fields import parsed
+from router.http.shapes import ChatShape, CompletionShape, Shape
+from router.intake import Arrival, Intake
+from router.validation import GenerateRequest
+from rpc.errors import RequestError
+
+_SECURITY_HEADERS: Final = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+]
+_RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
+
+_log = structlog.get_logger()
+
+Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
+
+
+class HttpApp:
+    """The door. `asgi` is what a server serves."""
+
+    def __init__(self, intake: Intake, *, max_body_bytes: int) -> None:
+        self._intake = intake
+        self._max_body_bytes = max_body_bytes
+        self._created = int(time.time())
+        self._closed = False
+        self._cut = asyncio.Event()
+        self.asgi: ASGIApp = Starlette(
+            routes=[
+                Route("/v1/completions", _Endpoint(self._complete), methods=["POST"]),
+                Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
+                Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", _Endpoint(self._model), methods=["GET"]),
+                Route("/tokenize", _Endpoint(self._tokenize), methods=["POST"]),
+                Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
+                Route("/health", _Endpoint(self._ready), methods=["GET"]),
+                Route("/ready", _Endpoint(self._ready), methods=["GET"]),
+            ],
+            middleware=[Middleware(_SecurityHeaders)],
+            exception_handlers={HTTPException: _no_such_path},
+        )
+
+    def close(self) -> None:
+        """New calls get 503 from now on; running ones are not touched."""
+        self._closed = True
+
+    def cut(self) -> None:
+        """Running calls end now, with 503 or an error event."""
+        self._cut.set()
+
+    # --- generation ---------------------------------------------------------------------------------
+
+    async def _complete(self, exchange: Exchange) -> None:
+        body = await self._body(exchange)
+        asked = bodies.completion(parsed(body))
+        exchange.names = asked.names
+        echoes = [await self._prompt_text(request) for request in asked.requests] if asked.echo else None
+        await self._generate(exchange, body, asked, CompletionShape(self._intake.model.tokenizer, echoes))
+
+    async def _chat(self, exchange: Exchange) -> None:
+        body = await self._body(exchange)
+        asked = bodies.chat(parsed(body))
+        exchange.names = asked.names
+        await self._generate(exchange, body, asked, ChatShape(self._intake.model.tokenizer))
+
+    async def _generate(self, exchange: Exchange, body: bytes, asked: Asked, shape: Shape) -> None:
+        received_at = time.monotonic()
+        timeout_seconds = asked.timeout_seconds
+        arrival = Arrival(
+            received_at=received_at,
+            deadline=None if timeout_seconds is None else received_at + timeout_seconds,
+            body_digest=sha256(body).digest(),
+        )
+        work = self._answer(exchange, asked, shape, arrival)
+        await exchange.while_wanted(work, timeout_seconds=timeout_seconds, cut=self._cut)
+
+    async def _answer(self, exchange: Exchange, asked: Asked, shape: Shape, arrival: Arrival) -> None:
+        call_id = asked.requests[0].request_id or uuid.uuid4().hex
+        headers = {"x-request-id": call_id}
+        async with self._intake.call(_named(asked.requests, call_id), arrival) as call:
+            await call.until_taken_in()
+            answer = Answer(
+                shape,
+                call_id=call_id,
+                created=int(time.time()),
+                model=self._intake.model.name,
+                asked=asked,
+                logs=call.logs,
+            )
+            if not asked.stream:
+                await call.until_ended()
+                await exchange.answer(answer.whole(), headers=headers)
+                return
+            await exchange.begin_events(headers)
+            await exchange.events(answer.first_chunks())
+            while news := await call.news():
+                await exchange.events(answer.chunks(news))
+            if asked.include_usage:
+                await exchange.events([answer.usage_chunk()])
+            await exchange.end_events()
+
+    async def _prompt_text(self, request: GenerateRequest) -> str:
+        """What an echo repeats."""
+        if isinstance(request.prompt, str):
+            return request.prompt
+        assert isinstance(request.prompt, tuple), "a completion's prompt is text or ids"
+        return await self._intake.detokenize(request.prompt)
+
+    async def _body(self, exchange: Exchange) -> bytes:
+        if self._closed:
+            raise RequestError(
+                grpc.StatusCode.UNAVAILABLE,
+                "the server is shutting down; try again",
+                retry_after_seconds=_RETRY_AFTER_SHUTDOWN_SECONDS,
+            )
+        return await exchange.body(self._max_body_bytes)
+
+    # --- the small calls ----------------------------------------------------------------------------
+
+    async def _models(self, exchange: Exchange) -> None:
+        await exchange.answer({"object": "list", "data": [self._model_card()]})
+
+    async def _model(self, exchange: Exchange) -> None:
+        self._intake.check_model(exchange.request.path_params["name"])
+        await exchange.answer(self._model_card())
+
+    def _model_card(self) -> dict[str, object]:
+        return {
+            "id": self._intake.model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "chairlift",
+            "max_model_len": self._intake.welcome().max_total_tokens,
+        }
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        asked = bodies.tokenizing(parsed(await self._body(exchange)))
+        self._intake.check_model(asked.model)
+        tokens = await self._intake.tokenize(asked.prompt)
+        max_model_len = self._intake.welcome().max_total_tokens
+        await exchange.answer({"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len})
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        exchange.names = {"token_ids": "tokens"}
+        asked = bodies.detokenizing(parsed(await self._body(exchange)))
+        self._intake.check_model(asked.model)
+        text = await self._intake.detokenize(asked.token_ids, include_special=asked.include_special)
+        await exchange.answer({"prompt": text})
+
+    async def _ready(self, exchange: Exchange) -> None:
+        refusal = "shutting down" if self._closed else self._intake.refusal
+        if refusal is not None:
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
+        await exchange.answer({"status": "ok"})
+
+
+class _Endpoint:
+    """A handler as an ASGI application: whatever it fails with is told, and a defect is logged."""
+
+    def __init__(self, handle: Handler) -> None:
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._handle(exchange)
+        except ClientDisconnect:
+            _log.info("client_hung_up", path=scope["path"])
+        except RequestError as error:
+            _log.info("request_failed", code=error.code.name, field=error.field)
+            await exchange.fail(error)
+        except HttpError as error:
+            _log.info("request_failed", status=error.status, code=error.code)
+            await exchange.fail(error)
+        except Exception:  # noqa: BLE001 - the outermost frame of ours; it is logged and answered
+            _log.exception("defect")
+            defect = RequestError(grpc.StatusCode.INTERNAL, "the router failed; its log says where")
+            await exchange.fail(defect)
+
+
+class _SecurityHeaders:
+    """Puts the headers that browsers heed on every response. No CORS header is among them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *_SECURITY_HEADERS]
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "it is registered for these alone"
+    what = f"{request.method} {request.url.path}"
+    told = errors.answer(HttpError(error.status_code, "not_found", f"{what} is not served here"))
+    return JSONResponse(told.body, told.status, headers=error.headers)
+
+
+def _named(requests: tuple[GenerateRequest, ...], call_id: str) -> list[GenerateRequest]:
+    """Each request with an id: the call's own, or for several prompts that and a number."""
+    if len(requests) == 1:
+        return [replace(requests[0], request_id=call_id)]
+    return [replace(request, request_id=f"{call_id}-{i}") for i, request in enumerate(requests)]

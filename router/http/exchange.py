@@ -1,0 +1,137 @@
+"""One request and its response over ASGI: a body in under limits, one JSON value or a stream of events out.
+
+It knows whether the response has begun, and so how a failure can still be told. It must not know what is
+asked or answered.
+"""
+
+import asyncio
+import json
+from collections import abc
+from typing import Any, Final, TypeVar
+
+import grpc
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from router.http import errors
+from router.http.errors import HttpError
+from rpc.errors import RequestError
+
+# A body must be in by then; a client that trickles bytes holds nothing but a connection, and not for longer.
+BODY_SECONDS: Final = 60.0
+
+_T = TypeVar("_T")
+
+
+class Exchange:
+    """`names` are what the body calls fields of the contract; they may be set once the body has been read."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.request = Request(scope, receive)
+        self.names: abc.Mapping[str, str] = {}
+        self._receive = receive
+        self._send = send
+        self._begun = False
+
+    # --- in -----------------------------------------------------------------------------------------
+
+    async def body(self, max_bytes: int) -> bytes:
+        """The whole body. Raises HttpError when it is no JSON by its header, too long, or too late."""
+        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which no page of another site can send without asking first
+            raise HttpError(415, "unsupported_media_type", "content-type must be application/json")
+        if self.request.headers.get("content-encoding", "identity") != "identity":
+            raise HttpError(415, "unsupported_media_type", "content-encoding is not supported")
+        announced = self.request.headers.get("content-length", "0")
+        if announced.isdigit() and int(announced) > max_bytes:
+            raise _too_long(f"{announced} bytes", max_bytes)
+        pieces, num_bytes = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for piece in self.request.stream():
+                    pieces.append(piece)
+                    num_bytes += len(piece)
+                    if num_bytes > max_bytes:
+                        raise _too_long("longer", max_bytes)
+        except TimeoutError:
+            raise HttpError(408, "timeout", f"the body was not in after {BODY_SECONDS:g} seconds") from None
+        return b"".join(pieces)
+
+    async def while_wanted(
+        self, work: abc.Coroutine[Any, Any, _T], *, timeout_seconds: float | None, cut: asyncio.Event
+    ) -> _T:
+        """What the work returns. It is cancelled as soon as nobody wants it; the body must have been read.
+
+        Raises ClientDisconnect when the client has hung up; RequestError, DEADLINE_EXCEEDED when the time is
+        over, UNAVAILABLE when `cut` is set.
+        """
+        task = asyncio.ensure_future(work)
+        gone, cutting = asyncio.ensure_future(self._hung_up()), asyncio.ensure_future(cut.wait())
+        everything = (task, gone, cutting)
+        try:
+            await asyncio.wait(everything, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if gone.done():
+                raise ClientDisconnect
+            if cutting.done():
+                raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; try again")
+            raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "the time given by timeout is over")
+        finally:
+            for one in everything:
+                one.cancel()
+            await asyncio.gather(*everything, return_exceptions=True)
+
+    async def _hung_up(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    # --- out ----------------------------------------------------------------------------------------
+
+    async def answer(
+        self, value: Any, *, status: int = 200, headers: abc.Mapping[str, str] | None = None
+    ) -> None:
+        """One JSON value, and that is all."""
+        body = _encoded(value)
+        length = {"content-length": str(len(body))}
+        await self._begin(status, "application/json", {**(headers or {}), **length})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def begin_events(self, headers: abc.Mapping[str, str]) -> None:
+        """Opens a stream of server-sent events."""
+        await self._begin(200, "text/event-stream; charset=utf-8", headers)
+
+    async def events(self, values: abc.Iterable[Any]) -> None:
+        """Sends values, each as one event. Returns when the client's connection can take more."""
+        body = b"".join(b"data: " + _encoded(value) + b"\n\n" for value in values)
+        if body:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end_events(self) -> None:
+        """Ends the stream well."""
+        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def fail(self, error: RequestError | HttpError) -> None:
+        """Tells a failure: as the response, or as the last event of one that has begun."""
+        told = errors.answer(error, self.names)
+        if not self._begun:
+            await self.answer(told.body, status=told.status, headers=told.headers)
+            return
+        body = b"data: " + _encoded(told.body) + b"\n\n"
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _begin(self, status: int, kind: str, headers: abc.Mapping[str, str]) -> None:
+        self._begun = True
+        pairs = {"content-type": kind, **headers}.items()
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def _encoded(value: Any) -> bytes:
+    """Strictly valid JSON in UTF-8."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="replace")
+
+
+def _too_long(how_long: str, max_bytes: int) -> HttpError:
+    return HttpError(413, "body_too_large", f"the body is {how_long}; at most {max_bytes} bytes are allowed")

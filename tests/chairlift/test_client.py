@@ -1,0 +1,234 @@
+"""Both clients against a router that does as it is told; the same tests for each."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import chairlift
+from chairlift import Answer, AsyncClient, ChairliftError, Client, FinishReason, Piece
+from protos.v1 import common_pb2, router_pb2
+from rpc.errors import RequestError, abort, invalid
+from tests.chairlift.fake_router import FakeRouter, delta, finished, listening
+
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+LOST = RequestError(grpc.StatusCode.UNAVAILABLE, "gone")
+FULL = RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_seconds=0.02)
+
+Ask = Callable[..., Any]
+
+
+class Moody(FakeRouter):
+    """Answers one call after the other from `turns`: events to send, then a refusal, or None for none."""
+
+    def __init__(self, *turns: tuple[list[router_pb2.GenerateEvent], RequestError | None]) -> None:
+        super().__init__()
+        self.turns = list(turns)
+        self.remaining_seconds: list[float | None] = []
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: Any) -> Any:  # noqa: N802 - the contract's
+        self.requests.append(request)
+        events, refusal = self.turns[len(self.requests) - 1]
+        for event in events:
+            yield event
+            await asyncio.sleep(0.02)  # else gRPC may drop what comes together with an error
+        if refusal is not None:
+            await abort(context, refusal)
+
+    async def Complete(  # noqa: N802 - the contract's
+        self, request: router_pb2.GenerateRequest, context: Any
+    ) -> router_pb2.GenerateResponse:
+        self.requests.append(request)
+        self.remaining_seconds.append(context.time_remaining())
+        events, refusal = self.turns[len(self.requests) - 1]
+        if refusal is not None:
+            await abort(context, refusal)
+        response = router_pb2.GenerateResponse(accepted=events[0].accepted)
+        response.choices.add(
+            text=events[1].delta.text, token_ids=events[1].delta.token_ids, finished=events[-1].finished
+        )
+        return response
+
+
+def accepted(seed: int = 5) -> router_pb2.GenerateEvent:
+    return router_pb2.GenerateEvent(accepted=router_pb2.Accepted(request_id="r", seed=seed))
+
+
+async def generate_blocking(address: str, *args: Any, retries: int = 5, **options: Any) -> Answer:
+    def ask() -> Answer:
+        with Client(address, max_retries=retries) as client:
+            return client.generate(*args, **options)
+
+    return await asyncio.to_thread(ask)
+
+
+async def generate_async(address: str, *args: Any, retries: int = 5, **options: Any) -> Answer:
+    async with AsyncClient(address, max_retries=retries) as client:
+        return await client.generate(*args, **options)
+
+
+async def stream_blocking(
+    address: str, *args: Any, retries: int = 5, shown: list[Piece] | None = None, **options: Any
+) -> Answer:
+    def ask() -> Answer:
+        with Client(address, max_retries=retries) as client, client.stream(*args, **options) as stream:
+            for piece in stream:
+                (shown if shown is not None else []).append(piece)
+            return stream.answer
+
+    return await asyncio.to_thread(ask)
+
+
+async def stream_async(
+    address: str, *args: Any, retries: int = 5, shown: list[Piece] | None = None, **options: Any
+) -> Answer:
+    async with AsyncClient(address, max_retries=retries) as client, client.stream(*args, **options) as stream:
+        async for piece in stream:
+            (shown if shown is not None else []).append(piece)
+        return stream.answer
+
+
+ALL = pytest.mark.parametrize("ask", [generate_blocking, generate_async, stream_blocking, stream_async])
+STREAMS = pytest.mark.parametrize("ask", [stream_blocking, stream_async])
+
+
+@ALL
+async def test_an_answer_is_typed_and_whole(ask: Ask, tmp_path: Path) -> None:
+    router = Moody(([accepted(), delta("Paris."), finished(STOP)], None))
+    async with listening(router, tmp_path) as address:
+        answer = await ask(address, "What?", max_tokens=3, temperature=0)
+    assert (answer.text, answer.seed, answer.request_id) == ("Paris.", 5, "r")
+    assert answer.choices[0].finish_reason is FinishReason.STOP
+    assert router.requests[0] == router_pb2.GenerateRequest(
+        text="What?", sampling=common_pb2.SamplingParams(max_tokens=3, temperature=0)
+    )
+
+
+@ALL
+async def test_a_refusal_for_load_waits_as_told_and_a_lost_router_is_tried_again(
+    ask: Ask, tmp_path: Path
+) -> None:
+    router = Moody(([], FULL), ([], LOST), ([accepted(), delta("ok"), finished(STOP)], None))
+    async with listening(router, tmp_path) as address:
+        assert (await ask(address, "Hi", request_id="mine")).text == "ok"
+    assert [request.request_id for request in router.requests] == ["mine"] * 3
+
+
+@ALL
+async def test_a_wrong_request_is_one_error_with_code_message_and_field(ask: Ask, tmp_path: Path) -> None:
+    router = Moody(([], invalid("sampling.top_p", "sampling.top_p is 7")))
+    async with listening(router, tmp_path) as address:
+        with pytest.raises(ChairliftError, match="is 7") as raised:
+            await ask(address, "Hi", top_p=7)
+    error = raised.value
+    assert (error.code, error.message, error.field) == (
+        "INVALID_ARGUMENT",
+        "sampling.top_p is 7",
+        "sampling.top_p",
+    )
+    assert len(router.requests) == 1
+
+
+@ALL
+async def test_retries_are_bounded(ask: Ask, tmp_path: Path) -> None:
+    router = Moody(([], FULL), ([], FULL), ([], FULL))
+    async with listening(router, tmp_path) as address:
+        with pytest.raises(ChairliftError, match="full") as raised:
+            await ask(address, "Hi", retries=2)
+    assert (raised.value.code, raised.value.retry_after_seconds) == ("RESOURCE_EXHAUSTED", 0.02)
+    assert len(router.requests) == 3
+
+
+@ALL
+async def test_nobody_there_is_told_with_the_address(ask: Ask, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/nobody.sock"
+    with pytest.raises(ChairliftError, match=f"nobody answers at {address}") as raised:
+        await ask(address, "Hi", retries=0)
+    assert raised.value.code == "UNAVAILABLE"
+
+
+@STREAMS
+async def test_b106_a_broken_stream_goes_on_where_it_stopped(ask: Ask, tmp_path: Path) -> None:
+    router = Moody(
+        ([accepted(), delta("The capital "), delta("is")], LOST),
+        ([], LOST),
+        ([accepted(), delta("The cap"), delta("ital is Par"), delta("is."), finished(STOP)], None),
+    )
+    shown: list[Piece] = []
+    async with listening(router, tmp_path) as address:
+        answer = await ask(address, "What?", shown=shown, request_id="mine")
+    assert "".join(piece.text for piece in shown) == answer.text == "The capital is Paris."
+    assert [request.sampling.seed for request in router.requests[1:]] == [5, 5]
+    assert [request.request_id for request in router.requests] == ["mine", "", ""]
+
+
+@STREAMS
+async def test_another_answer_is_not_spliced_onto_the_first(ask: Ask, tmp_path: Path) -> None:
+    router = Moody(([accepted(), delta("one")], LOST), ([accepted(), delta("two"), finished(STOP)], None))
+    async with listening(router, tmp_path) as address:
+        with pytest.raises(ChairliftError, match="another answer") as raised:
+            await ask(address, "What?")
+    assert raised.value.code == "ABORTED"
+
+
+async def test_leaving_a_stream_early_cancels_the_request(tmp_path: Path) -> None:
+    router = FakeRouter()
+    router.events, router.wait = [accepted(), delta("on and on")], asyncio.Event()
+
+    def read_one(address: str) -> None:
+        with Client(address) as client, client.stream("Hi") as stream:
+            assert next(stream).text == "on and on"
+            with pytest.raises(RuntimeError, match="not come to its end"):
+                _ = stream.answer
+
+    async with listening(router, tmp_path) as address:
+        async with AsyncClient(address) as client, client.stream("Hi") as stream:
+            assert (await anext(stream)).text == "on and on"
+        await asyncio.to_thread(read_one, address)
+        async with asyncio.timeout(10):
+            while router.num_cancelled < 2:  # noqa: ASYNC110 - the server's side has no event to wait for
+                await asyncio.sleep(0.01)
+
+
+async def test_a_time_limit_is_the_deadline_of_the_call(tmp_path: Path) -> None:
+    router = Moody(([accepted(), delta("ok"), finished(STOP)], None))
+    async with listening(router, tmp_path) as address:
+        await generate_async(address, "Hi", timeout_seconds=9)
+    assert router.remaining_seconds[0] is not None
+    assert 8 < router.remaining_seconds[0] < 10
+
+
+async def test_a_chat_may_be_one_sentence(tmp_path: Path) -> None:
+    router = Moody(*[([accepted(), delta("ok"), finished(STOP)], None)] * 2)
+
+    def ask(address: str) -> str:
+        with Client(address) as client:
+            return client.chat("Hi").text
+
+    async with listening(router, tmp_path) as address:
+        assert await asyncio.to_thread(ask, address) == "ok"
+        async with AsyncClient(address) as client:
+            assert (await client.chat([chairlift.Message("user", "Hi")])).text == "ok"
+    assert router.requests[0] == router.requests[1]
+    assert router.requests[0].chat.messages[0].content == "Hi"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_an_address_that_is_none_is_refused_at_once(kind: type[Client | AsyncClient]) -> None:
+    with pytest.raises(ValueError, match="address is 'nowhere'"):
+        kind("nowhere")
+
+
+def test_importing_the_package_loads_no_grpc_and_knows_its_names() -> None:
+    code = (
+        "import sys, chairlift; assert 'grpc' not in sys.modules; "
+        "[getattr(chairlift, name) for name in chairlift.__all__]; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = chairlift.Nothing

@@ -1,0 +1,76 @@
+"""The examples run as they stand, against a real server; Node's where npm can install what it needs."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from protos.v1 import router_pb2
+from tests.rig import cluster
+from tests.rig.client import request
+from tests.rig.cluster import Cluster
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NPM_SECONDS = 90
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model_folder: Path) -> Iterator[Cluster]:
+    with cluster.assembling(tiny_model_folder) as running:
+        running.start_executor("--num-blocks", "512")
+        running.start_scheduler()
+        running.start_router("--http", "127.0.0.1:0")
+        running.wait()
+        yield running
+
+
+def run(*argv: str, cwd: Path | None = None) -> str:
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}  # this tree, whatever is installed
+    done = subprocess.run(
+        argv, cwd=cwd, env=environment, capture_output=True, timeout=NPM_SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+def answer_to(server: Cluster, question: str, max_tokens: int) -> str:
+    """What the model says, asked in the plainest way."""
+    message = request([], max_tokens=max_tokens, ignore_eos=False)
+    message.chat.CopyFrom(router_pb2.Chat(messages=[router_pb2.Message(role="user", content=question)]))
+    return server.router.Complete(message, timeout=60).choices[0].text
+
+
+def test_python(server: Cluster) -> None:
+    said = run(sys.executable, str(EXAMPLES / "python_client.py"), server.address("router"))
+    assert said.startswith(answer_to(server, "What is the capital of France?", 32))
+    assert "INVALID_ARGUMENT: sampling.temperature is -1.0; it must be from 0 to 100" in said
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="there is no npm here")
+def test_node(server: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "node"
+    shutil.copytree(EXAMPLES / "node", folder, ignore=shutil.ignore_patterns("node_modules"))
+    shutil.copytree(EXAMPLES.parent / "protos", tmp_path / "protos")
+    installing = ("npm", "install", "--no-audit", "--no-fund", "--ignore-scripts")
+    installed = subprocess.run(installing, cwd=folder, capture_output=True, timeout=NPM_SECONDS, check=False)
+    if installed.returncode != 0:
+        pytest.skip(f"npm cannot install here: {installed.stderr.decode()[-200:]}")
+    said = run("node", "client.mjs", server.address("router"), "Hi", cwd=folder)
+    text = answer_to(server, "Hi", 48)
+    assert f"{text}\nFINISH_REASON_LENGTH, 48 tokens" in said
+    assert f"whole: {text}" in said
+    assert "INVALID_ARGUMENT: sampling.temperature is -1" in said
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+def test_shell(server: Cluster) -> None:
+    url = "http://" + server.process("router").next_line().removeprefix("http on ")
+    assert httpx2.get(url + "/ready").status_code == 200
+    said = run(str(EXAMPLES / "shell.sh"), url, "Hi")
+    assert said.startswith("data: {")
+    assert said.endswith("data: [DONE]\n\n")

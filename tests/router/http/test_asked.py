@@ -1,0 +1,268 @@
+import contextlib
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http import asked
+from router.http.asked import MAX_CHOICES_IN_ALL, Asked
+from router.http.fields import Fields, parsed
+from router.validation import Conversation, Limits, checked
+from rpc.errors import RequestError
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def completion(**fields: Any) -> Asked:
+    return asked.completion(parsed(json.dumps({"prompt": "Hi"} | fields).encode()))
+
+
+def chat(**fields: Any) -> Asked:
+    return asked.chat(parsed(json.dumps({"messages": HI} | fields).encode()))
+
+
+def conversation(**fields: Any) -> Conversation:
+    (request,) = chat(**fields).requests
+    assert isinstance(request.prompt, Conversation)
+    return request.prompt
+
+
+def refusal(read: Any, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as raised:
+        read(**fields)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("Hi", ["Hi"]),
+        ([1, 2], [(1, 2)]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+    ],
+)
+def test_each_form_of_prompt_is_one_request_a_prompt(prompt: object, prompts: list[object]) -> None:
+    assert [request.prompt for request in completion(prompt=prompt).requests] == prompts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (None, "prompt"),
+        ([], "prompt"),
+        ([None], "prompt[0]"),
+        (["a", None], "prompt[1]"),
+        (["a", ""], "prompt[1]"),
+        ([1, None], "prompt[1]"),
+        ([1, 1.5], "prompt[1]"),
+        ([True], "prompt[0]"),
+        ([[1, None]], "prompt[0][1]"),
+        ([[1], "a"], "prompt[1]"),
+        ([{}], "prompt[0]"),
+        (1, "prompt"),
+    ],
+)
+def test_b37_b98_a_prompt_of_another_form_is_refused_by_its_place(prompt: object, field: str) -> None:
+    error = refusal(completion, prompt=prompt)
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+def test_b102_choices_are_counted_over_all_prompts() -> None:
+    assert len(completion(prompt=["a"] * 8, n=16).requests) * 16 == MAX_CHOICES_IN_ALL
+    error = refusal(completion, prompt=["a"] * 9, n=16)
+    assert error.field == "n"
+    assert str(MAX_CHOICES_IN_ALL) in error.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 0},
+        {"n": -1},
+        {"n": True},
+        {"timeout": 0},
+        {"timeout": -1},
+        {"timeout": 1e9},
+        {"stop": [None, "a"]},
+        {"stop": 5},
+        {"stop_token_ids": [None]},
+        {"seed": 2**63},
+        {"seed": "100"},
+        {"seed": 1.5},
+        {"stream": 1},
+        {"stream_options": {"include_usage": True}},
+        {"request_id": "x" * 125},
+        {"best_of": 2},
+        {"suffix": "end"},
+        {"response_format": {"type": "json_object"}},
+        {"logprobs": 6},
+        {"logprobs": -1},
+        {"echo": True, "logprobs": 1},
+        {"nonsense": 1},
+    ],
+)
+def test_a_wrong_or_unsupported_field_is_refused_by_name(fields: dict[str, object]) -> None:
+    assert re.match(r"\w+", refusal(completion, **fields).field)[0] in fields  # type: ignore[index]
+
+
+def test_unknown_stream_options_are_refused_by_name() -> None:
+    error = refusal(completion, stream=True, stream_options={"include_obfuscation": True})
+    assert error.field == "stream_options.include_obfuscation"
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "on"),
+    [
+        ("presence_penalty", 0, 0.5),
+        ("frequency_penalty", 0.0, -1),
+        ("repetition_penalty", 1.0, 1.1),
+        ("logit_bias", {}, {"5": 1}),
+        ("prompt_logprobs", False, 1),
+    ],
+)
+def test_what_is_not_served_yet_is_taken_when_off_and_handed_on_to_be_refused(
+    name: str, off: object, on: object
+) -> None:
+    assert completion(**{name: off}).requests[0].sampling.unserved == ()
+    assert completion(**{name: on}).requests[0].sampling.unserved == (name,)
+
+
+def test_b77_null_is_as_if_absent_for_every_field_at_once() -> None:
+    nullable = [
+        *(
+            "temperature",
+            "top_p",
+            "n",
+            "stop",
+            "max_tokens",
+            "seed",
+            "logit_bias",
+            "logprobs",
+            "user",
+            "stream",
+        ),
+        *("stream_options", "presence_penalty", "frequency_penalty", "response_format", "model", "top_k"),
+        *("min_p", "timeout", "request_id", "echo", "suffix", "best_of"),
+    ]
+    assert completion(**dict.fromkeys(nullable)) == completion()
+    assert (
+        chat(**dict.fromkeys([*nullable, "tools", "tool_choice", "top_logprobs", "max_completion_tokens"]))
+        == chat()
+    )
+
+
+def test_every_field_arrives() -> None:
+    request = completion(
+        model="m", temperature=0, top_p=0.5, top_k=3, min_p=0.1, seed=-1, max_tokens=9, min_tokens=2, n=2,
+        stop=["a", "b"], ignore_eos=True, stop_token_ids=[7], logprobs=0, include_stop=True, priority=-2,
+        cache_salt="red", request_id="mine",
+    ).requests[0]  # fmt: skip
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 3, 0.1)
+    assert (sampling.seed, sampling.max_tokens, sampling.min_tokens) == (-1, 9, 2)
+    assert (sampling.ignore_eos, sampling.stop_token_ids, sampling.logprobs) == (True, (7,), 0)
+    assert (request.model, request.n, request.stop, request.include_stop) == ("m", 2, ("a", "b"), True)
+    assert (request.priority, request.cache_salt, request.request_id) == (-2, "red", "mine")
+
+
+def test_one_stop_may_stand_alone() -> None:
+    assert completion(stop="a").requests[0].stop == ("a",)
+    assert completion(stop=[]).requests[0].stop == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 2}, 2),
+    ],
+)
+def test_b69_logprobs_of_a_chat(fields: dict[str, object], logprobs: int | None) -> None:
+    assert chat(**fields).requests[0].sampling.logprobs == logprobs
+
+
+@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"top_logprobs": 0, "logprobs": False}])
+def test_b69_alternatives_need_logprobs(fields: dict[str, object]) -> None:
+    assert refusal(chat, **fields).field == "top_logprobs"
+
+
+def test_either_name_of_the_length_is_taken_and_both_are_refused() -> None:
+    assert chat(max_tokens=3).requests[0].sampling.max_tokens == 3
+    assert chat(max_completion_tokens=3).requests[0].sampling.max_tokens == 3
+    assert refusal(chat, max_tokens=3, max_completion_tokens=3).field == "max_tokens"
+
+
+def test_a_message_may_be_a_list_of_texts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert conversation(messages=[{"role": "user", "content": parts}]).messages[0].content == "ab"
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (None, "messages[0]"),
+        ({"content": "a"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": 1}, "messages[0].content"),
+        ({"role": "user", "content": [None]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
+        ({"role": "assistant", "content": "a", "tool_calls": []}, "messages[0].tool_calls"),
+    ],
+)
+def test_b98_a_wrong_message_is_refused_by_its_place(message: object, field: str) -> None:
+    assert refusal(chat, messages=[message]).field == field
+
+
+def test_tools_go_to_the_template_as_json_unless_none_is_to_be_chosen() -> None:
+    tool = {"type": "function", "function": {"name": "wetter", "description": "Grüße"}}
+    assert [json.loads(text) for text in conversation(tools=[tool]).tools] == [tool]
+    assert conversation(tools=[tool], tool_choice="none").tools == []
+    assert refusal(chat, tools=[tool], tool_choice="required").field == "tool_choice"
+    assert refusal(chat, tools=[None]).field == "tools[0]"
+    assert refusal(chat, tools=[{"x": float("nan")}]).field == "tools[0]"
+
+
+def test_b101_a_hundred_thousand_messages_are_refused_by_their_number() -> None:
+    error = refusal(chat, messages=HI * 100_000)
+    assert error.field == "messages"
+    assert "100000" in error.message
+
+
+def test_tokenizing_takes_a_prompt_or_a_conversation() -> None:
+    assert asked.tokenizing(parsed(b'{"prompt": "a"}')).prompt == "a"
+    assert isinstance(asked.tokenizing(parsed(json.dumps({"messages": HI}).encode())).prompt, Conversation)
+    with pytest.raises(RequestError, match="messages"):
+        asked.tokenizing(parsed(json.dumps({"messages": HI, "prompt": "a"}).encode()))
+
+
+NAMES = st.sampled_from(
+    [
+        *("prompt", "messages", "model", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "n"),
+        *("max_completion_tokens", "stop", "logprobs", "top_logprobs", "echo", "stream", "stream_options"),
+        *("tools", "tool_choice", "response_format", "logit_bias", "timeout", "user", "suffix", "best_of"),
+        *("stop_token_ids", "priority", "cache_salt", "request_id", "ignore_eos", "min_tokens"),
+    ]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(HI),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(body=st.dictionaries(NAMES, VALUES), read=st.sampled_from([asked.completion, asked.chat]))
+def test_b55_b97_b98_whatever_is_asked_is_a_request_or_a_refusal(
+    body: dict[str, object], read: Callable[[Fields], Asked]
+) -> None:
+    with contextlib.suppress(RequestError):
+        for request in read(parsed(json.dumps(body).encode())).requests:
+            checked(request, model="tiny", limits=Limits(max_total_tokens=512, vocab_size=272))
