@@ -156,9 +156,8 @@ def _draw(result: dict[str, Any], path: Path) -> None:
         parts.append(f'<text x="{left}" y="{margin - 10}">{policy}: virtual tokens over {end:.0f} s</text>')
     body = "\n".join(parts)
     size = f'width="{2 * width + 3 * margin}" height="{height + 2 * margin}"'
-    path.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13">\n{body}\n</svg>\n'
-    )
+    font = 'font-family="sans-serif" font-size="13"'
+    path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>\n{body}\n</svg>\n')
 
 
 def prefix() -> dict[str, Any]:
