@@ -379,6 +379,9 @@ class SchedulerCore:
             if seq is not None and seq.request.priority >= before:
                 return
             state.made_way_for = None
+            if seq is not None and seq.latest_start < self._now and not seq.has_started:
+                self._put_behind(seq)
+                continue
             reason = entrance.obstacle(state, seq, has_budget=rows.budget > 0 or fills_at_once)
             if reason is not None or seq is None:
                 self.clocks.set(reason or Reason.QUEUED_FOR_STEP, self._now)
@@ -395,6 +398,16 @@ class SchedulerCore:
                     return
                 case entrance.Fits(matched):
                     self._place(state, seq, matched, rows)
+
+    def _put_behind(self, seq: Sequence) -> None:
+        """`seq` is too late to be done in time, as far as anybody can tell: those who are not go first.
+
+        Served before them, as least slack would have it, it would make them late as well. It is not given up:
+        the estimate may be wrong, and a seat may be free.
+        """
+        self.waiting.remove(seq)
+        seq.latest_start = math.inf
+        self.waiting.push(seq)
 
     def _place(self, state: ExecutorState, seq: Sequence, matched: list[int], rows: Rows) -> None:
         """Admits `seq`: blocks for its whole context, the beginning of which was found in the cache."""

@@ -121,12 +121,13 @@ def _check_hopeless(core: "SchedulerCore", request: Request, tenant: Tenant, now
         return
     num_waiting = len(core.waiting)
     wait = core.drain_rate.predicted_wait(num_waiting, now) if num_waiting else 0.0
-    service = entrance.remaining_service(core, Sequence.of(request, tenant, NO_IDS, 0))
+    # The least it can take: its length is not known, and a short answer must not be refused for long ones.
+    service = entrance.remaining_service(core, Sequence.of(request, tenant, NO_IDS, 0), num_new_tokens=1)
     if now + service > request.deadline:
         left = request.deadline - now
         raise RefusedError(
             StatusCode.RESOURCE_EXHAUSTED,
-            f"the deadline is in {left:.2f} s and this request alone is expected to take {service:.2f} s "
+            f"the deadline is in {left:.2f} s and this request takes at least {service:.2f} s "
             f"after a wait of {wait:.2f} s",
             max(wait, 0.05),
         )

@@ -507,3 +507,23 @@ def test_b39_no_step_exceeds_its_budget(everywhere: Limits) -> None:
     h.run_to_end()
     h.check_outputs()
     assert max(h.executor.tokens_per_step) <= 100
+
+
+def test_what_is_too_late_goes_behind_what_can_still_be_done_and_is_not_given_up() -> None:
+    h = Harness(
+        Limits(window=1, watermark=0.0, policy=Policy.DEADLINE, admission=Admission.OPTIMISTIC),
+        max_num_seqs=1,
+    )
+    first = h.submit("running", [1, 2, 3], 20, ignore_eos=True)
+    for _ in range(5):
+        h.step()
+    late = h.submit("late", [4, 5, 6], 4, ignore_eos=True, deadline=h.now + 2.0)
+    can = h.submit("can", [7, 8, 9], 4, ignore_eos=True, deadline=h.now + 1000.0)
+    late.latest_start = h.now - 1.0  # as if it had waited until it was too late
+    while first.state is not State.FINISHED:
+        h.step()
+    h.step()
+    assert can.state is State.RUNNING
+    assert late.state is State.WAITING
+    h.run_to_end()
+    h.check_outputs()
