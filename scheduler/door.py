@@ -127,7 +127,7 @@ def _check_hopeless(core: "SchedulerCore", request: Request, tenant: Tenant, now
         left = request.deadline - now
         raise RefusedError(
             StatusCode.RESOURCE_EXHAUSTED,
-            f"the deadline is in {left:.2f} s and this request takes at least {service:.2f} s "
+            f"the deadline is in {left:.3f} s and this request takes at least {service:.3f} s "
             f"after a wait of {wait:.2f} s",
             max(wait, 0.05),
         )

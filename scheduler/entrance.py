@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from scheduler.core import SchedulerCore
 
 
-# Half of all answers are longer than expected: begun without a margin they end late, and made others late too.
+# Half of all answers are longer than expected: begun without a margin they end late, and made others late.
 # 1.5 did best of 1, 1.5, 2 and 3 on the Azure conversation trace (docs/results.md).
 SERVICE_MARGIN = 1.5
 
