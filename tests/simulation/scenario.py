@@ -9,7 +9,8 @@ at the end nobody holds anything: no block, no sequence, no ghost, no record    
 import random
 from dataclasses import dataclass, replace
 
-from scheduler.policy import Limits
+from scheduler.policy import Admission, Limits
+from scheduler.waiting import Policy
 from tests.rig.scripted_executor import Script
 from tests.simulation import faults
 from tests.simulation.clients import Ask, Client
@@ -31,6 +32,8 @@ class Shape:
     num_executors: int
     window: int
     watermark: float
+    policy: Policy
+    admission: Admission
     delay: Delay
     script: Script
     asks: tuple[Ask, ...]
@@ -63,6 +66,8 @@ class Shape:
             num_executors=rng.choice([1, 1, 2]),
             window=rng.choice([1, 2]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
+            policy=rng.choice(list(Policy)),
+            admission=rng.choice([*Admission, Admission.OPTIMISTIC]),  # that one preempts
             delay=Delay(fastest, fastest * rng.choice([1, 3, 10])),
             script=replace(bare, requests=scripts),
             asks=asks,
@@ -110,6 +115,8 @@ class Scenario:
             Limits(
                 window=shape.window,
                 watermark=shape.watermark,
+                policy=shape.policy,
+                admission=shape.admission,
                 orphan_grace_seconds=2.0,
                 result_keep_seconds=5.0,
             ),

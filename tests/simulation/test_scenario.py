@@ -105,12 +105,12 @@ def test_a_plan_that_is_not_sent_again_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_block_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = blocks.BlockManager.free
+    release = blocks.BlockManager.release
 
     def forget_one(self: blocks.BlockManager, block_ids: list[int]) -> None:
-        free(self, block_ids[1:])
+        release(self, block_ids[1:])
 
-    monkeypatch.setattr(blocks.BlockManager, "free", forget_one)
+    monkeypatch.setattr(blocks.BlockManager, "release", forget_one)
     assert breaks_some_world()
 
 
