@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.stack import Run, Work, load, service
+from protos.v1.router_pb2 import StepSummary
 
 VOCAB_SIZE = 49_152
 WIDTHS = (1, 8, 32, 64)
@@ -46,6 +47,12 @@ async def start(flags: list[str], rounds: int) -> dict[str, Any]:
     }
 
 
+def steady_decode(run: Run, width: int) -> list[StepSummary]:
+    """Steps in which everybody decodes, but for the first three: those still tell of the pause before the load."""
+    steps = [step for step in run.steps if len(step.members) == width]
+    return [step for step in steps if all(member.num_tokens == 1 for member in step.members)][3:]
+
+
 async def throughput(flags: list[str], rounds: int) -> dict[str, Any]:
     """Tokens a second at 1, 8, 32 and 64 requests of 64 tokens in and 64 out; plan bytes and idle share."""
     result: dict[str, Any] = {}
@@ -57,12 +64,7 @@ async def throughput(flags: list[str], rounds: int) -> dict[str, Any]:
                 works = [Work(random_ids(rng, 64), 64) for _ in range(width)]
                 runs[width].append(await load(address, works, watch=True))
     for width, of_width in runs.items():
-        steady = [
-            step
-            for run in of_width
-            for step in run.steps
-            if len(step.members) == width and all(member.num_tokens == 1 for member in step.members)
-        ]
+        steady = [step for run in of_width for step in steady_decode(run, width)]
         measured = [step for step in steady if step.previous_step_us]
         busy = sum(step.previous_step_us for step in measured)
         idle = sum(step.previous_idle_us for step in measured)
