@@ -48,7 +48,7 @@ async def start(flags: list[str], rounds: int) -> dict[str, Any]:
 
 
 def steady_decode(run: Run, width: int) -> list[StepSummary]:
-    """Steps in which everybody decodes, but for the first three: those still tell of the pause before the load."""
+    """Steps in which everybody decodes, but for the first three: they tell of the pause before the load."""
     steps = [step for step in run.steps if len(step.members) == width]
     return [step for step in steps if all(member.num_tokens == 1 for member in step.members)][3:]
 
