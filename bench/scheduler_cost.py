@@ -34,7 +34,7 @@ AUDIT_STEPS = 1024
 
 
 def core_with(
-    num_running: int, num_waiting: int, num_steps: int, policy: Policy
+    num_running: int, num_waiting: int, num_steps: int, policy: Policy, *, lockstep: bool
 ) -> tuple[SchedulerCore, RouterSession]:
     """A core whose `num_running` seats are taken for longer than the measurement, and a queue behind them."""
     blocks_each = (PROMPT_TOKENS + 2 * num_steps) // BLOCK_SIZE + 2
@@ -44,7 +44,7 @@ def core_with(
         num_blocks=num_running * blocks_each,
         block_size=BLOCK_SIZE,
         max_num_seqs=num_running,
-        max_num_batched_tokens=max(8192, num_running * PROMPT_TOKENS),
+        max_num_batched_tokens=max(8192, num_running * 2 * PROMPT_TOKENS),
         max_seq_len=PROMPT_TOKENS + 4 * num_steps,
         max_window=2,
         vocab_size=50_000,
@@ -55,7 +55,9 @@ def core_with(
         request = Request(
             key=index.to_bytes(16),
             request_id=f"request-{index}",
-            prompt_token_ids=array("I", range(index, index + PROMPT_TOKENS)),
+            prompt_token_ids=array(
+                "I", range(index, index + PROMPT_TOKENS + (0 if lockstep else index % BLOCK_SIZE))
+            ),
             sampling=b"",
             max_tokens=2 * num_steps,
             tenant=f"tenant-{index % TENANTS}",
@@ -108,9 +110,11 @@ def _result(plan: BatchPlan) -> StepResult:
     return StepResult(1, plan.step_id, list(plan.seq_ids), list(plan.num_samples), token_ids, total_us=10_000)
 
 
-def measure(num_running: int, num_waiting: int, num_steps: int, policy: Policy) -> dict[str, Any]:
+def measure(
+    num_running: int, num_waiting: int, num_steps: int, policy: Policy, *, lockstep: bool
+) -> dict[str, Any]:
     """One cell of the table, microseconds."""
-    core, session = core_with(num_running, num_waiting, num_steps, policy)
+    core, session = core_with(num_running, num_waiting, num_steps, policy, lockstep=lockstep)
     gc.collect()
     gc.freeze()
     run = steps(core, session)
@@ -144,6 +148,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--lockstep", action="store_true", help="all sequences fill their blocks in the same step"
+    )
     parser.add_argument("--quick", action="store_true", help="64 and 256 running, 0 and 1,000 waiting")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "scheduler_cost.json")
     options = parser.parse_args()
@@ -152,7 +159,7 @@ def main() -> None:
     for policy in (Policy.FCFS, Policy.FAIR):
         for num_running in RUNNING[:2] if options.quick else RUNNING:
             for num_waiting in WAITING[:2] if options.quick else WAITING:
-                cell = measure(num_running, num_waiting, options.steps, policy)
+                cell = measure(num_running, num_waiting, options.steps, policy, lockstep=options.lockstep)
                 cells.append(cell)
                 total = cell["total"]
                 parts = (cell["wire"]["median"], cell["router_columns"]["median"])
