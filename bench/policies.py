@@ -2,7 +2,7 @@
 
     python -m bench.policies [--out bench/results/policies.json] [PART …]
 
-Parts: admission, deadline, fairness, prefix. The figures are the same on every machine.
+Parts: admission, deadline, fairness, prefix, prefix_under_load. The figures are the same on every machine.
 """
 
 import argparse
@@ -188,6 +188,26 @@ def prefix() -> dict[str, Any]:
     return result
 
 
+def prefix_under_load() -> dict[str, Any]:
+    """Hits with 64 seats taken, against whoever knows all prompts and never computes a block twice.
+
+    Nothing is evicted, so the two differ only in blocks that several computed at the same time.
+    """
+    prompts = mooncake_prompts()
+    limits = Limits(window=1, admission=Admission.OPTIMISTIC)
+    run = LogicalRun(limits, capacity(1_000_000, max_num_seqs=NUM_SEATS, budget=2048))
+    run.run(Arrival(0.0, prompt, 8, 8) for prompt in prompts)
+    seen: set[bytes] = set()
+    possible = 0
+    for prompt in prompts:
+        raw = prompt.tobytes()
+        keys = [raw[: 4 * BLOCK * count] for count in range(1, (len(prompt) - 1) // BLOCK + 1)]
+        possible += BLOCK * sum(key in seen for key in keys)
+        seen.update(keys)
+    hits = run.state.cache.num_hit_tokens
+    return {"hit_tokens": hits, "possible": possible, "share": round(hits / possible, 4)}
+
+
 def mooncake_prompts() -> list[TokenIds]:
     """Prompts with the trace's prefix structure."""
     prompts = []
@@ -228,7 +248,13 @@ class LruOracle:
         return num_hits * BLOCK
 
 
-PARTS = {"admission": admission, "deadline": deadline, "fairness": fairness, "prefix": prefix}
+PARTS = {
+    "admission": admission,
+    "deadline": deadline,
+    "fairness": fairness,
+    "prefix": prefix,
+    "prefix_under_load": prefix_under_load,
+}
 
 
 def main() -> None:

@@ -70,6 +70,14 @@ class BlockManager:
             taken.append(block_id)
         return taken
 
+    def allocate_one(self) -> int:
+        """As `allocate(1)`, for the step loop."""
+        if not self.free_block_ids and not self._idle:
+            raise BlockError("1 block wanted, 0 can be had")
+        block_id = self.free_block_ids.pop() if self.free_block_ids else self._evict()
+        self._ref_counts[block_id] = 1
+        return block_id
+
     def _evict(self) -> int:
         block_id, _ = self._idle.popitem(last=False)
         key = self._key_of[block_id]

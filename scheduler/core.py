@@ -42,6 +42,8 @@ from scheduler.timers import Timers
 from scheduler.token_ids import NO_IDS, TokenIds
 from scheduler.waiting import Policy, WaitingQueue
 
+MIN_NAMED_AT_ONCE = 64
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -315,15 +317,15 @@ class SchedulerCore:
         return unfinished
 
     def _grow(self, state: ExecutorState, seq: Sequence, rows: Rows) -> None:
-        block_ids = state.blocks.allocate(1)
-        seq.block_table += block_ids
+        block_id = state.blocks.allocate_one()
+        seq.block_table.append(block_id)
         seq.num_slots += state.blocks.block_size
         seq.tenant.meter(1, self._now)
         rows.grown_seq_ids.append(seq.seq_id)
         rows.num_new_blocks.append(1)
-        rows.new_block_ids += block_ids
+        rows.new_block_ids.append(block_id)
         # The block before is full when this plan has answered: the row that filled it came before.
-        rows.filled.append((seq, seq.seq_id, seq.num_computed_tokens))
+        rows.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
 
     def _cut_to_step_time(self, state: ExecutorState, rows: Rows) -> None:
         """While anything decodes, chunks may only fill the wanted step duration.
@@ -474,6 +476,7 @@ class SchedulerCore:
             num_samples=rows.num_samples,
             rows=rows.rows,
             filled=rows.filled,
+            outgrown=rows.outgrown,
             left=state.left,
         )
         state.released_seq_ids = []
@@ -567,6 +570,13 @@ class SchedulerCore:
             self._look_again(state.cache.register(seq, num_computed_tokens))
             if seq.is_prefilling and seq.has_progressed:
                 self._note(seq, Reason.DECODE, state, "")
+        # Those who decode have time: when many fill a block in the same step, names are made over several.
+        later = state.to_register
+        later.extend(plan.outgrown)
+        for _ in range(min(len(later), max(MIN_NAMED_AT_ONCE, len(state.running) // 8))):
+            seq, seq_id, num_computed_tokens = later.popleft()
+            if seq.seq_id == seq_id and not seq.is_padding:
+                self._look_again(state.cache.register(seq, num_computed_tokens))
 
     # --- making room -------------------------------------------------------------------------------------
 

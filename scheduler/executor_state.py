@@ -3,6 +3,8 @@
 Pure data with two derived numbers; the core is its only writer.
 """
 
+from collections import deque
+
 from scheduler.batching import Batching
 from scheduler.blocks import BlockError, BlockManager
 from scheduler.executor_session import ExecutorSession
@@ -39,6 +41,7 @@ class ExecutorState:
         "running",
         "session",
         "step_time",
+        "to_register",
         "too_full_for",
         "watermark_blocks",
     )
@@ -79,6 +82,7 @@ class ExecutorState:
         self.left: list[Leaver] = []  # since the last plan, for those who watch
         self.next_seq_id = 1
         self.is_draining = False
+        self.to_register: deque[tuple[Sequence, int, int]] = deque()  # full blocks still to be made known
         self.made_way_for: Sequence | None = None  # who enters first in this plan
         self.fault: BlockError | None = None  # blocks and holders disagree: the epoch must end
         self.is_hashing = False  # a long prompt waits for its names: plan again even if nothing else happens

@@ -68,6 +68,7 @@ class BatchPlan:
     num_samples: list[int]  # not sent: tokens each row must sample
     rows: list[Sequence]  # not sent: who the rows are, for the result
     filled: list[tuple[Sequence, int, int]]  # not sent: (row, seq_id, computed tokens once this has answered)
+    outgrown: list[tuple[Sequence, int, int]]  # not sent: the same, of rows that only began a new block
     left: list[Leaver]  # not sent: who has left since the plan before, for those who watch
 
 

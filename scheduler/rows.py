@@ -16,6 +16,7 @@ class Rows:
         "num_new_blocks",
         "num_samples",
         "num_tokens",
+        "outgrown",
         "positions_sum",
         "rows",
         "seq_ids",
@@ -32,7 +33,8 @@ class Rows:
         self.grown_seq_ids: list[int] = []
         self.num_new_blocks: list[int] = []
         self.new_block_ids: list[int] = []
-        self.filled: list[tuple[Sequence, int, int]] = []  # rows that may have filled a block
+        self.filled: list[tuple[Sequence, int, int]] = []  # chunks, which may fill blocks
+        self.outgrown: list[tuple[Sequence, int, int]] = []  # decoding rows whose block before is full
 
     def chunk(self, seq: Sequence, limit: int) -> None:
         """Gives `seq` as many of its uncomputed tokens as `limit` allows."""

@@ -322,8 +322,8 @@ ALL = list(itertools.product(Policy, Admission, [1, 2]))
 def test_whatever_comes_every_law_holds_and_everything_ends(
     policy: Policy, admission: Admission, window: int
 ) -> None:
-    """18 kinds x 14 examples x 40 operations: 10,080."""
-    run(policy, admission, window, examples=14, steps=40)
+    """18 kinds x 70 examples x 40 operations: 50,400."""
+    run(policy, admission, window, examples=70, steps=40)
 
 
 @pytest.mark.soak

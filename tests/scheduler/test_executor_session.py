@@ -25,6 +25,7 @@ def plan_of(session: ExecutorSession) -> BatchPlan:
         num_samples=[],
         rows=[],
         filled=[],
+        outgrown=[],
         left=[],
     )
 

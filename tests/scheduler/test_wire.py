@@ -107,7 +107,9 @@ def test_a_submit_that_makes_no_sense_is_told_in_a_sentence(
 
 def _plan(**changes: object) -> BatchPlan:
     columns = "released_seq_ids admitted seq_ids num_tokens grown_seq_ids num_new_blocks new_block_ids"
-    fields: dict[str, object] = {name: [] for name in f"{columns} num_samples rows filled left".split()}
+    fields: dict[str, object] = {
+        name: [] for name in f"{columns} num_samples rows filled outgrown left".split()
+    }
     numbers = {"epoch": 2**64 - 1, "step_id": 3, "acked_step_id": 1, "positions_sum": 9}
     return BatchPlan(**(fields | numbers | changes))  # type: ignore[arg-type]
 
