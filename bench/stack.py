@@ -2,15 +2,12 @@
 
 import asyncio
 import contextlib
-import os
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from chairlift.calls import router_at
+from chairlift.own_service import own_service
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.address import Address
 
@@ -49,27 +46,9 @@ class Run:
 @contextlib.asynccontextmanager
 async def service(*flags: str) -> AsyncIterator[tuple[Address, float]]:
     """`chairlift serve` with these flags; yields its address and the seconds from start to ready."""
-    with tempfile.TemporaryDirectory(prefix="chairlift-bench-") as folder:
-        address = Address.parse(f"unix:{Path(folder)}/router.sock", field="socket")
-        started = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "chairlift.child", str(os.getpid()), "chairlift", "serve"),
-            *("--listen", str(address), "--log-level", "warning", *flags),
-            stdout=asyncio.subprocess.PIPE,
-            process_group=0,
-        )
-        assert process.stdout is not None
-        try:
-            async for line in process.stdout:
-                if line.startswith(b"router ready"):
-                    break
-            else:
-                raise SystemExit("the service did not become ready")
-            yield address, time.monotonic() - started
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            await process.wait()
+    started = time.monotonic()
+    async with own_service(["--log-level", "warning", *flags], tell=lambda _: None) as address:
+        yield address, time.monotonic() - started
 
 
 async def one(router: "router_pb2_grpc.RouterAsyncStub", work: Work, started: float) -> Done:

@@ -7,15 +7,10 @@ with both kinds of request-level batching. It uses what any client has: Generate
 import argparse
 import asyncio
 import contextlib
-import os
-import signal
 import string
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +20,7 @@ from rich.text import Text
 
 from chairlift.calls import router_at
 from chairlift.figures import Answer, figures
+from chairlift.own_service import own_service
 from chairlift.results import ChairliftError
 from chairlift.seats import Step, picture
 from chairlift.watch import step_of
@@ -102,38 +98,16 @@ async def _demo(model: str, dtype: str, console: Console) -> int:
     return 0
 
 
-@contextlib.asynccontextmanager
-async def _service(model: str, dtype: str, batching: str, console: Console) -> AsyncIterator[Address]:
-    """A service of its own, gone when the block is left.
+def _service(
+    model: str, dtype: str, batching: str, console: Console
+) -> contextlib.AbstractAsyncContextManager[Address]:
+    """A service of the demo's own, its lines printed while it starts."""
+    flags = ["--model", model, "--dtype", dtype, "--batching", batching, "--max-num-seqs", str(NUM_SEATS)]
 
-    Raises:
-        StartError: it did not become ready, or did not end well.
-    """
-    with tempfile.TemporaryDirectory(prefix="chairlift-demo-") as folder:
-        address = Address.parse(f"unix:{Path(folder)}/router.sock", field="the demo's socket (see TMPDIR)")
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "chairlift.child", str(os.getpid()), "chairlift", "serve"),
-            *("--model", model, "--dtype", dtype, "--batching", batching, "--max-num-seqs", str(NUM_SEATS)),
-            *("--listen", str(address), "--log-level", "error"),
-            stdout=asyncio.subprocess.PIPE,
-            process_group=0,
-        )
-        assert process.stdout is not None  # a pipe
-        try:
-            ready = False
-            async for line in process.stdout:
-                console.print(line.decode().rstrip(), style="dim", soft_wrap=True)
-                if ready := line.startswith(b"router ready"):
-                    break
-            if not ready:
-                raise StartError("the service did not become ready; what it said is above")
-            yield address
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)
-            code = await process.wait()
-        if code != 0:
-            raise StartError(f"the service ended with exit code {code}")
+    def tell(line: str) -> None:
+        console.print(line, style="dim", soft_wrap=True)
+
+    return own_service([*flags, "--log-level", "error"], tell=tell)
 
 
 async def _ask_all(
