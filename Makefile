@@ -24,7 +24,7 @@ demo: $(RUN_STAMP) $(MODEL_STAMP)
 	$(BIN)/chairlift demo
 
 test: check $(MODEL_STAMP)
-	$(BIN)/pytest -m "not soak"
+	$(BIN)/pytest -m "not soak" --numprocesses 2 --dist loadfile
 
 check: $(DEV_STAMP)
 	$(BIN)/python scripts/gen_protos.py --check

@@ -141,19 +141,21 @@ class SamplingParams(_message.Message):
     Absent: none at all. They are of the model's raw distribution, before temperature and filters.
     """
     prompt_logprobs: _builtins.int
-    """The fields below are part of the contract and not served at protocol revision 1: the router refuses a
-    request that sets one, by name.
+    """Where an executor lacks one of the abilities below (`OpenResponse.features`), the router refuses a request
+    that needs it, by name.
 
-    Log-probabilities of the prompt's own tokens, with this many alternatives each.
+    Log-probabilities of the prompt's own tokens, with this many alternatives each (0 to 20). Absent: none.
     """
     repetition_penalty: _builtins.float
-    """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output. > 0; 1 is off."""
+    """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output. > 0, at most
+    100; 1 is off.
+    """
     presence_penalty: _builtins.float
     """Taken from the logits of tokens seen in the output. -2 to 2; 0 is off."""
     frequency_penalty: _builtins.float
     """Taken from the logits per occurrence in the output. -2 to 2; 0 is off."""
     json_schema: _builtins.str
-    """A JSON schema, as JSON text."""
+    """A JSON schema, as JSON text; {} is any JSON object."""
     regex: _builtins.str
     """A regular expression."""
     @_builtins.property
@@ -162,11 +164,11 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids. -100 to 100."""
+        """Added to the logits of these token ids. -100 to 100; at most 4,096 entries."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these token ids may be chosen."""
+        """Only these token ids may be chosen. Empty: all."""
 
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

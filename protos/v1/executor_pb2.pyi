@@ -114,7 +114,7 @@ class OpenResponse(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of optional abilities, such as "logprobs"."""
+        """Names of optional abilities: logprobs, prompt_logprobs, penalties, logit_bias, token_lists, constraints."""
 
     @_builtins.property
     def fingerprints(self) -> _common_pb2.Fingerprints:
@@ -329,7 +329,7 @@ class NewSequence(_message.Message):
     num_computed_tokens: _builtins.int
     """Where to start: the tokens before this position have their KV in `block_ids` already."""
     prompt_logprobs_from: _builtins.int
-    """Reserved: first position whose prompt log-probability is wanted."""
+    """First position whose prompt log-probability is wanted, >= 1; absent: none."""
     adapter: _builtins.str
     """Reserved: adapter to apply."""
     @_builtins.property
@@ -382,6 +382,7 @@ class StepResult(_message.Message):
     ERRORS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """As in the plan."""
     step_id: _builtins.int
@@ -416,6 +417,10 @@ class StepResult(_message.Message):
     def timings(self) -> Global___StepTimings:
         """Where the time went."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """Log-probabilities of prompt tokens that this step's rows computed the distribution of."""
+
     def __init__(
         self,
         *,
@@ -429,14 +434,47 @@ class StepResult(_message.Message):
         errors: _abc.Iterable[Global___SequenceError] | None = ...,
         draining: _builtins.bool = ...,
         timings: Global___StepTimings | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "errors", b"errors", "finished", b"finished", "logprobs", b"logprobs", "num_sampled", b"num_sampled", "seq_ids", b"seq_ids", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "errors", b"errors", "finished", b"finished", "logprobs", b"logprobs", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "seq_ids", b"seq_ids", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of a stretch of one sequence's prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_ID_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    seq_id: _builtins.int
+    """Which."""
+    first_position: _builtins.int
+    """Position of the first of them in the prompt, >= 1."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each position, in order."""
+
+    def __init__(
+        self,
+        *,
+        seq_id: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        tokens: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class RowLogprobs(_message.Message):

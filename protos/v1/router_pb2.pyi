@@ -78,7 +78,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Goes on with a request whose stream broke. Not served at protocol revision 1: refused by name."""
+        """Goes on with a request whose stream broke, here or at another router of the same cluster. The rest of the
+        request must be as it was; the older reader of the stream, if there is one, ends ABORTED.
+        """
 
     def __init__(
         self,
@@ -175,26 +177,66 @@ class Message(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, user, assistant or tool; the template decides what it knows."""
     content: _builtins.str
     """What was said."""
     name: _builtins.str
     """Who said it, where the template uses names."""
+    tool_call_id: _builtins.str
+    """Which call a tool's turn answers."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """The tools an assistant's turn called."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
         name: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Message: _TypeAlias = Message  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """One call of a tool, in an assistant's turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The client's name for the call, where the template uses it."""
+    name: _builtins.str
+    """The function's name."""
+    arguments: _builtins.str
+    """Its arguments, a JSON object as text."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
@@ -315,7 +357,7 @@ class Accepted(_message.Message):
     request_id: _builtins.str
     """The id it is known by in logs and Explain."""
     resume_token: _builtins.str
-    """Key to resume the stream elsewhere. Empty at protocol revision 1."""
+    """Key to resume the stream, here or elsewhere. Any router of the cluster can verify it, nobody can guess it."""
     seed: _builtins.int
     """The seed used, given or drawn."""
     @_builtins.property
@@ -379,7 +421,7 @@ class PromptInfo(_message.Message):
     """How many of them were not computed because their KV blocks were cached."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """Log-probabilities of the prompt; empty at protocol revision 1."""
+        """Log-probabilities of the prompt's tokens from the second on (the first has none), when asked for."""
 
     def __init__(
         self,
@@ -837,16 +879,20 @@ class ExplainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id from Accepted."""
+    tenant: _builtins.str
+    """Whose request it is. The router fills it in from the API key; a client that sets it is refused."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -964,6 +1010,9 @@ class StepSummary(_message.Message):
     NUM_PLAN_BYTES_FIELD_NUMBER: _builtins.int
     PREVIOUS_STEP_US_FIELD_NUMBER: _builtins.int
     PREVIOUS_IDLE_US_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTED_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.str
     """Which executor."""
     step_id: _builtins.int
@@ -988,6 +1037,10 @@ class StepSummary(_message.Message):
     """How long the newest answered step took on the executor, microseconds; 0 before the first."""
     previous_idle_us: _builtins.int
     """How long the executor had been idle before that step, microseconds."""
+    num_cached_blocks: _builtins.int
+    """Blocks that hold only cached prefixes and may be evicted; part of neither the free nor the owned."""
+    num_preempted: _builtins.int
+    """Sequences sent back to wait by this plan."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMember]:
         """Every sequence with a row in this step."""
@@ -995,6 +1048,10 @@ class StepSummary(_message.Message):
     @_builtins.property
     def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLeaver]:
         """Who has left since the step before."""
+
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingGroup]:
+        """Who waits, after planning: at most 32 groups, the most numerous first, the rest under an empty tenant."""
 
     def __init__(
         self,
@@ -1013,14 +1070,47 @@ class StepSummary(_message.Message):
         num_plan_bytes: _builtins.int = ...,
         previous_step_us: _builtins.int = ...,
         previous_idle_us: _builtins.int = ...,
+        num_cached_blocks: _builtins.int = ...,
+        waiting: _abc.Iterable[Global___WaitingGroup] | None = ...,
+        num_preempted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "left", b"left", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_blocks", b"num_blocks", "num_dropped", b"num_dropped", "num_free_blocks", b"num_free_blocks", "num_plan_bytes", b"num_plan_bytes", "num_running", b"num_running", "num_waiting", b"num_waiting", "previous_idle_us", b"previous_idle_us", "previous_step_us", b"previous_step_us", "step_id", b"step_id", "time_seconds", b"time_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "left", b"left", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_dropped", b"num_dropped", "num_free_blocks", b"num_free_blocks", "num_plan_bytes", b"num_plan_bytes", "num_preempted", b"num_preempted", "num_running", b"num_running", "num_waiting", b"num_waiting", "previous_idle_us", b"previous_idle_us", "previous_step_us", b"previous_step_us", "step_id", b"step_id", "time_seconds", b"time_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepSummary: _TypeAlias = StepSummary  # noqa: Y015
+
+@_typing.final
+class WaitingGroup(_message.Message):
+    """Waiting sequences of one importance class and tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    priority: _builtins.int
+    """Importance class, lower first."""
+    tenant: _builtins.str
+    """Whose; empty without API keys."""
+    num_waiting: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        num_waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_waiting", b"num_waiting", "priority", b"priority", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitingGroup: _TypeAlias = WaitingGroup  # noqa: Y015
 
 @_typing.final
 class StepMember(_message.Message):

@@ -118,6 +118,7 @@ class Submit(_message.Message):
     ACCEPTED_BEFORE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """16 bytes, durable: hash of tenant, request id and choice. Names the request across streams."""
     handle: _builtins.int
@@ -142,6 +143,8 @@ class Submit(_message.Message):
     """The client already has its Accepted event: never refused for load."""
     group: _builtins.int
     """A number shared by the choices of one request, unique on this stream: they share the prompt's blocks."""
+    traceparent: _builtins.str
+    """W3C trace context of the request (`traceparent`), empty when it is not traced."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. Over 64 KiB of ids it travels in parts, so that a cancel never waits behind it."""
@@ -177,10 +180,11 @@ class Submit(_message.Message):
         accepted_before: _builtins.bool = ...,
         part: Global___Part | None = ...,
         group: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms", "part", b"part", "remaining_ms", b"remaining_ms", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms", "accepted_before", b"accepted_before", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "group", b"group", "handle", b"handle", "key", b"key", "output_token_ids", b"output_token_ids", "part", b"part", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms", "accepted_before", b"accepted_before", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "group", b"group", "handle", b"handle", "key", b"key", "output_token_ids", b"output_token_ids", "part", b"part", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "traceparent", b"traceparent", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remaining_ms: _TypeAlias = _typing.Literal["remaining_ms"]  # noqa: Y015
     _WhichOneofArgType__remaining_ms: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms"]  # noqa: Y015
@@ -316,6 +320,7 @@ class Welcome(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     scheduler_id: _builtins.str
     """Names the scheduler process."""
     term: _builtins.int
@@ -336,6 +341,10 @@ class Welcome(_message.Message):
     def fingerprints(self) -> _common_pb2.Fingerprints:
         """Of the model the executors serve; a router whose tokenizer differs refuses to serve, naming both."""
 
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Abilities that every executor here has (`OpenResponse.features`)."""
+
     def __init__(
         self,
         *,
@@ -347,10 +356,11 @@ class Welcome(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         fingerprints: _common_pb2.Fingerprints | None = ...,
         dtype: _builtins.str = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprints", b"fingerprints", "max_total_tokens", b"max_total_tokens", "protocol_revision", b"protocol_revision", "scheduler_id", b"scheduler_id", "term", b"term", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprints", b"fingerprints", "max_total_tokens", b"max_total_tokens", "protocol_revision", b"protocol_revision", "scheduler_id", b"scheduler_id", "term", b"term", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -397,6 +407,7 @@ class StepOutput(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     STEP_ID_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     message_id: _builtins.int
     """Counted from 1 on this stream."""
     step_id: _builtins.int
@@ -431,6 +442,10 @@ class StepOutput(_message.Message):
         Submit that is refused is told by its Finished alone.
         """
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequencePromptLogprobs]:
+        """Log-probabilities of prompts that asked; each prompt's come once, before its first token."""
+
     def __init__(
         self,
         *,
@@ -443,14 +458,47 @@ class StepOutput(_message.Message):
         started: _abc.Iterable[Global___SequenceStarted] | None = ...,
         step_id: _builtins.int = ...,
         accepted: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___SequencePromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "handles", b"handles", "logprobs", b"logprobs", "message_id", b"message_id", "num_tokens", b"num_tokens", "started", b"started", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "handles", b"handles", "logprobs", b"logprobs", "message_id", b"message_id", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class SequencePromptLogprobs(_message.Message):
+    """Log-probabilities of a stretch of one sequence's prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """Which."""
+    first_position: _builtins.int
+    """Position of the first of them in the prompt, >= 1."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One for each position, in order."""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        tokens: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "handle", b"handle", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequencePromptLogprobs: _TypeAlias = SequencePromptLogprobs  # noqa: Y015
 
 @_typing.final
 class SequenceLogprobs(_message.Message):

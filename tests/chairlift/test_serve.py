@@ -39,7 +39,10 @@ def children_of(process: subprocess.Popen[str]) -> dict[str, int]:
     """Process ids of the three services by name."""
     found = {}
     for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):  # it ended since the list was read
+            continue
         if len(words) > 4:  # a process that has ended has no words left
             found[words[4].decode()] = int(pid)
     return found
@@ -48,7 +51,7 @@ def children_of(process: subprocess.Popen[str]) -> dict[str, int]:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
