@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from executor.inputs import SampleRow, StepInputs, build_inputs
-from executor.sequences import BatchPlan, Sampled, SequenceTable, StepResult
+from executor.sequences import BatchPlan, MatcherOf, Sampled, SequenceTable, StepResult
 
 T = TypeVar("T")
 
@@ -95,6 +95,10 @@ class Runner(Protocol):
     @property
     def row_invariant(self) -> bool:
         """Whether a token's logits are bit-identical whatever the batch, the chunks and the cache."""
+
+    @property
+    def matcher_of(self) -> MatcherOf | None:
+        """What may follow output ids under a constraint; None where outputs cannot be constrained."""
 
     def warm_up(self) -> None:
         """Make one real token. Raises when the device cannot."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from executor.constraints import Matcher
 from executor.sequences import Row, SamplingParams
 
 
@@ -54,11 +55,13 @@ class SampleRow:
         params: the request's sampling.
         output_index: which output token this is, 0 being the first; the counter of the random numbers.
         masked_ids: ids that may not be chosen now (end tokens before `min_tokens`).
+        matcher: what may be chosen at all; None for anything.
     """
 
     params: SamplingParams
     output_index: int
     masked_ids: tuple[int, ...]
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def build_inputs(rows: Sequence[Row], block_size: int) -> StepBatch:
             max_seq_len=int(seq_lens.max()),
         ),
         sample_rows=[
-            SampleRow(row.params, row.output_index, row.masked_ids)
+            SampleRow(row.params, row.output_index, row.masked_ids, matcher=row.matcher)
             for row in ordered
             if row.output_index is not None
         ],

@@ -4,7 +4,7 @@ Knows no plan and no sequence: arrays come in (`executor.inputs`), chosen tokens
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,7 @@ import torch
 from executor import sampler, self_test
 from executor.attention.base import AttentionBackend, AttentionSpec, select_backend
 from executor.attention.reference import ReferenceAttention
+from executor.constraints import Constraint, Constraints, Matcher
 from executor.inputs import SampleRow, StepInputs
 from executor.kernels.build import KernelsUnavailableError
 from executor.kernels.library import fastest
@@ -82,6 +83,7 @@ class ModelRunner:
             tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
             numerics=numerics(device, dtype, operations),
         )
+        self._constraints = constraints_of(checkpoint)
         self._row_invariant = operations.row_invariant and self._is_row_invariant()
 
     @classmethod
@@ -199,7 +201,12 @@ class ModelRunner:
     @property
     def features(self) -> tuple[str, ...]:
         """Names of optional abilities."""
-        return FEATURES
+        return FEATURES if self._constraints is None else (*FEATURES, "constraints")
+
+    @property
+    def matcher_of(self) -> Callable[[Constraint, Sequence[int]], Matcher] | None:
+        """What may follow output ids under a constraint; None when the vocabulary's texts are not known."""
+        return None if self._constraints is None else self._constraints.matcher
 
     @property
     def row_invariant(self) -> bool:
@@ -302,6 +309,21 @@ def select_operations(spec: AttentionSpec) -> Operations:
     plain = PlainOperations(select_backend(BACKENDS, spec))
     log.info("operations_selected", operations=plain.name, no_kernels=refusal)
     return plain
+
+
+def constraints_of(checkpoint: Checkpoint) -> Constraints | None:
+    """What holds outputs to a form; None when it cannot be known what the tokens stand for, or none ends."""
+    vocabulary = checkpoint.token_bytes
+    if vocabulary is None or not checkpoint.eos_token_ids:
+        log.info("no_constraints", token_bytes_known=vocabulary is not None)
+        return None
+    num_tokens = min(len(vocabulary.tokens), checkpoint.config.vocab_size)
+    return Constraints(
+        vocabulary.tokens[:num_tokens],
+        special_ids=sorted(each for each in vocabulary.special_ids if each < num_tokens),
+        eos_token_ids=[each for each in checkpoint.eos_token_ids if each < num_tokens],
+        vocab_size=checkpoint.config.vocab_size,
+    )
 
 
 def numerics(device: torch.device, dtype: str, operations: Operations) -> str:

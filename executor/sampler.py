@@ -4,22 +4,23 @@ A token is drawn by inverse CDF from one uniform number per token (`executor.phi
 seed and the token's place in the output. The CDF runs over the vocabulary in id order, so that the filters
 take part only by what they remove.
 
-Order: masked ids, then temperature, then top-k, then top-p of what top-k left, then min-p relative to the
-most likely token. Each is off at its neutral value, and each keeps at least the most likely token; where
-tokens tie, the lower id counts as the more likely one. Temperature 0 takes the most likely token, whatever
-else is set.
+Order: what constraints exclude, masked ids, then temperature, then top-k, then top-p of what top-k left,
+then min-p relative to the most likely token. Each is off at its neutral value, and each keeps at least the
+most likely token; where tokens tie, the lower id counts as the more likely one. Temperature 0 takes the most
+likely token, whatever else is set.
 
 Log-probabilities are those of the model's raw distribution, before masks, temperature and filters.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from executor.constraints import ConstraintError
 from executor.inputs import SampleRow
 from executor.philox import uniforms
 from executor.sequences import Sampled, TokenLogprobs
@@ -59,9 +60,37 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose = choose) -
     A row whose logits hold NaN or +inf, or leave no token to choose, gets an error in place of a token; the
     others are not touched by it.
     """
-    token_ids, highest = choose(masked(logits, rows), rows)
-    errors = [error_of(value) for value in highest]
+    constrained, rows, faults = held(logits, rows)
+    token_ids, highest = choose(masked(constrained, rows), rows)
+    errors = [faults.get(index) or error_of(value) for index, value in enumerate(highest)]
     return Sampled(token_ids, logprobs(logits, rows, token_ids, errors), errors)
+
+
+def held(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Sequence[SampleRow], dict[int, str]]:
+    """`logits` with what constraints leave to choose, the rows, and the faults by row.
+
+    The same logits and rows when nothing is constrained. An output that must end may do so before its
+    `min_tokens`.
+    """
+    constrained = [index for index, row in enumerate(rows) if row.matcher is not None]
+    if not constrained:
+        return logits, rows, {}
+    rows, faults = list(rows), {}
+    excluded = np.zeros((len(constrained), logits.shape[-1]), dtype=np.bool_)
+    for place, index in enumerate(constrained):
+        row = rows[index]
+        assert row.matcher is not None
+        try:
+            allowed = row.matcher.allowed()
+        except ConstraintError as error:
+            faults[index] = str(error)
+            continue
+        excluded[place] = ~allowed
+        if row.masked_ids and allowed.sum() == allowed[list(row.masked_ids)].sum():
+            rows[index] = replace(row, masked_ids=())
+    places = torch.tensor(constrained, device=logits.device)
+    mask = torch.from_numpy(excluded).to(logits.device)
+    return logits.index_copy(0, places, logits[places].masked_fill(mask, -torch.inf)), rows, faults
 
 
 def masked(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

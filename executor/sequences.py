@@ -13,13 +13,14 @@ Must not know: protos, torch, streams, clocks, other schedulers. It never choose
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from executor.constraints import Constraint, Matcher
 from executor.stopping import FinishReason, StopRule, end_token_ids
 
 INVALID_ARGUMENT: Final = 3
@@ -53,6 +54,7 @@ class SamplingParams:
         ignore_eos: go on past the model's end tokens.
         stop_token_ids: ids that end the sequence.
         logprobs: None for no log-probabilities, else how many alternatives beside the chosen token.
+        constraint: what the output must match; None for nothing.
     """
 
     max_tokens: int
@@ -65,6 +67,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ class Row:
         params: how its next token is chosen.
         output_index: which output token it samples (0 is the first); None when known tokens remain after it.
         masked_ids: ids that may not be chosen.
+        matcher: what may be chosen at all; None for anything.
     """
 
     seq_id: int
@@ -179,6 +183,7 @@ class Row:
     params: SamplingParams
     output_index: int | None
     masked_ids: tuple[int, ...]
+    matcher: Matcher | None = None
 
 
 @dataclass(slots=True)
@@ -191,6 +196,7 @@ class _Sequence:
     block_ids: NDArray[np.int32]
     params: SamplingParams
     stop_rule: StopRule
+    matcher: Matcher | None
 
 
 @dataclass(slots=True)
@@ -215,6 +221,10 @@ class _IdSet:
         return not bits >> bit & 1
 
 
+MatcherOf = Callable[[Constraint, Sequence[int]], Matcher]
+"""What may follow output ids under a constraint."""
+
+
 class SequenceTable:
     """All sequences of one epoch: `apply` a plan, compute its rows, `commit` what was sampled."""
 
@@ -223,6 +233,7 @@ class SequenceTable:
         "_eos_token_ids",
         "_errors",
         "_ghosts",
+        "_matcher_of",
         "_max_num_batched_tokens",
         "_max_num_seqs",
         "_max_seq_len",
@@ -243,7 +254,10 @@ class SequenceTable:
         max_seq_len: int,
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        matcher_of: MatcherOf | None = None,
     ) -> None:
+        """`matcher_of` is None where outputs cannot be constrained."""
+        self._matcher_of = matcher_of
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -305,7 +319,9 @@ class SequenceTable:
                 continue
             i = index_of[row.seq_id]
             if (error := sampled.errors[i]) is not None:
-                self._errors.append(SequenceError(row.seq_id, error, INTERNAL))
+                is_request_fault = row.matcher is not None and row.matcher.fault is not None
+                code = INVALID_ARGUMENT if is_request_fault else INTERNAL
+                self._errors.append(SequenceError(row.seq_id, error, code))
                 self._end(row.seq_id, plan.step_id)
                 continue
             token_id = sampled.token_ids[i]
@@ -322,6 +338,8 @@ class SequenceTable:
                 matched = token_id if reason is FinishReason.STOP else None
                 finished.append(FinishedSequence(row.seq_id, reason, matched))
                 self._end(row.seq_id, plan.step_id)
+            elif row.matcher is not None:
+                row.matcher.take(token_id)
         result = StepResult(
             epoch=plan.epoch,
             step_id=plan.step_id,
@@ -353,6 +371,8 @@ class SequenceTable:
             )
         self._check_blocks(new.seq_id, new.block_ids)
         fault = request_fault(new, vocab_size=self._vocab_size, max_seq_len=self._max_seq_len)
+        if new.params.constraint is not None and self._matcher_of is None:
+            fault = "a constrained output is not supported by this executor"
         if fault is not None:
             self._errors.append(SequenceError(new.seq_id, fault, INVALID_ARGUMENT))
             self._ghosts[new.seq_id] = _Ghost(step_id, new.num_computed_tokens)
@@ -383,7 +403,14 @@ class SequenceTable:
                 max_tokens=params.max_tokens,
                 max_seq_len=self._max_seq_len,
             ),
+            matcher=self._matcher(new),
         )
+
+    def _matcher(self, new: NewSequence) -> Matcher | None:
+        if new.params.constraint is None:
+            return None
+        assert self._matcher_of is not None, "a fault of the request otherwise"
+        return self._matcher_of(new.params.constraint, new.token_ids[new.num_prompt_tokens :])
 
     def _check_blocks(self, seq_id: int, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
@@ -457,6 +484,7 @@ class SequenceTable:
             params=sequence.params,
             output_index=output_index,
             masked_ids=() if output_index is None else sequence.stop_rule.masked_ids(output_index),
+            matcher=sequence.matcher,
         )
 
 
@@ -519,6 +547,10 @@ def _params_fault(new: NewSequence, vocab_size: int) -> str | None:
         (0 < params.top_p <= 1, f"top_p is {params.top_p}; it must be above 0 and at most 1"),
         (0 <= params.min_p <= 1, f"min_p is {params.min_p}; it must be 0 to 1"),
         (params.top_k >= 0, f"top_k is {params.top_k}; it must be 0 (off) or more"),
+        (
+            params.constraint is None or not params.ignore_eos,
+            "ignore_eos is set, and a constrained output ends with an end token",
+        ),
         (bad_stop is None, f"stop_token_ids holds {bad_stop}; token ids are 0 to {vocab_size - 1}"),
         (
             params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS,

@@ -5,6 +5,7 @@ Checks form alone (which fields are set); what the numbers mean is `sequences`' 
 
 from typing import Final
 
+from executor.constraints import Choice, Constraint, JsonSchema, Regex
 from executor.device import Runner, StepTimings
 from executor.sequences import BatchPlan, NewSequence, SamplingParams, StepResult, TokenLogprobs
 from executor.stopping import FinishReason
@@ -26,6 +27,9 @@ _SERVED_SAMPLING_FIELDS: Final = frozenset(
         "ignore_eos",
         "stop_token_ids",
         "logprobs",
+        "json_schema",
+        "regex",
+        "choice",
     }
 )
 _FINISH_REASONS: Final = {
@@ -82,7 +86,21 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         stop_token_ids=frozenset(message.stop_token_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        constraint=constraint_from_proto(message),
     )
+
+
+def constraint_from_proto(message: common_pb2.SamplingParams) -> Constraint | None:
+    """What the output must match; None for nothing."""
+    match message.WhichOneof("constraint"):
+        case "json_schema":
+            return JsonSchema(message.json_schema)
+        case "regex":
+            return Regex(message.regex)
+        case "choice":
+            return Choice(tuple(message.choice.values))
+        case _:
+            return None
 
 
 def result_to_proto(

@@ -27,6 +27,7 @@ class Capacity:
     tokenizer_fingerprint: str = ""
     numerics_fingerprint: str = ""
     dtype: str = ""
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

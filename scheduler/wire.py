@@ -50,6 +50,7 @@ def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
         tokenizer_fingerprint=message.fingerprints.tokenizer,
         numerics_fingerprint=message.fingerprints.numerics,
         dtype=message.dtype,
+        features=frozenset(message.features),
     )
 
 
@@ -164,6 +165,7 @@ def welcome_message(
             numerics=capacity.numerics_fingerprint,
         ),
         dtype=capacity.dtype,
+        features=sorted(capacity.features),
     )
     return scheduler_pb2.SchedulerMessage(welcome=welcome)
 

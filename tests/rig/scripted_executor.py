@@ -191,6 +191,7 @@ class ScriptedRunner:
     dtype = "float32"
     device = "scripted"
     features = ("logprobs",)
+    matcher_of = None
 
     def __init__(self, script: Script) -> None:
         self._script = script
