@@ -15,7 +15,8 @@ class Options(TypedDict, total=False):
     """What may be said beside the prompt. What is left out is the server's default.
 
     The fields are those of `GenerateRequest` and `SamplingParams` in protos/v1, with their limits; `tools`
-    are definitions as mappings, for the model's chat template.
+    are definitions as mappings, for the model's chat template. Of `json_schema` (a mapping, or JSON text),
+    `regex` and `choice` one may be given: the answer's text matches it.
     """
 
     model: str
@@ -36,8 +37,12 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     logprobs: int
+    json_schema: str | Mapping[str, Any]
+    regex: str
+    choice: Sequence[str]
 
 
+_CONSTRAINTS = frozenset({"json_schema", "regex", "choice"})
 _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
@@ -58,6 +63,8 @@ def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateReq
             continue
         if name == "tools":
             _put_tools(request, options["tools"])
+        elif name in _CONSTRAINTS:
+            _put_constraint(request.sampling, name, value)
         else:
             _put(request.sampling if name in _OF_SAMPLING else request, name, value)
     return request
@@ -81,6 +88,18 @@ def _put_tools(request: router_pb2.GenerateRequest, tools: Sequence[Mapping[str,
     if not request.HasField("chat"):
         raise ValueError("tools are for a conversation, and the prompt is none")
     request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in tools)
+
+
+def _put_constraint(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:
+    present = sampling.WhichOneof("constraint")
+    if present is not None:
+        raise ValueError(f"{name} is given beside {present}; an answer can be held to one of them")
+    if name == "choice":
+        sampling.choice.values.extend(value)
+    elif name == "json_schema" and not isinstance(value, str):
+        sampling.json_schema = json.dumps(value, ensure_ascii=False)
+    else:
+        _put(sampling, name, value)
 
 
 def _put(message: router_pb2.GenerateRequest | common_pb2.SamplingParams, name: str, value: object) -> None:

@@ -84,7 +84,8 @@ def grammar(constraint: Constraint) -> str:
         case Choice(()):
             raise ConstraintError("choice is empty; it has at least one value")
         case Choice(values):
-            return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, values)))
+            texts = " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
+            return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
 
 
 class Constraints:
@@ -169,7 +170,9 @@ class Matcher:
             allowed[: mask.size] = mask.view(np.bool_)
             allowed[self._eos_token_ids] = matcher.is_accepting()
         if matcher.is_error() or not allowed.any():
-            reason = matcher.get_error().partition("\n")[0] or "nothing can match it"
+            reason = matcher.get_error().partition("\n")[0]
+            if " " not in reason:  # nothing, or the name of an inner state
+                reason = "nothing can match it"
             raise ConstraintError(f"the constraint cannot be kept to: {reason}")
         return allowed
 

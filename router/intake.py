@@ -23,6 +23,8 @@ import structlog
 from router import validation
 from router.call import Call
 from router.chat import ChatError
+from router.constraint_checks import ConstraintChecks
+from router.constraints import field_of
 from router.request_log import End, FinishReason, RequestLog
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import Welcome
@@ -72,6 +74,7 @@ class Intake:
         self._live_ids: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._constraint_checks = ConstraintChecks()
         self._threads = concurrent.futures.ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
 
     @property
@@ -93,7 +96,8 @@ class Intake:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Gives the tokenizer's threads back."""
+        """Gives the tokenizer's threads back, and the processes that try constraints."""
+        self._constraint_checks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- generation ---------------------------------------------------------------------------------
@@ -153,6 +157,7 @@ class Intake:
         limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
         checked = validation.checked(asked, model=self.model.name, limits=limits)
         arrival.refuse_unknown()
+        await self._check_constraint(checked.sampling, welcome)
         valid = validation.fitted(
             checked,
             await self._prompt_token_ids(checked.prompt),
@@ -179,6 +184,19 @@ class Intake:
         )
         return scheduler, log
 
+    async def _check_constraint(self, sampling: validation.SamplingRequest, welcome: Welcome) -> None:
+        """Refuses a constraint that cannot be kept to, or not by these executors. Raises RequestError."""
+        if sampling.constraint is None:
+            return
+        if "constraints" not in welcome.features:
+            field = field_of(sampling.constraint)
+            raise RequestError(
+                grpc.StatusCode.UNIMPLEMENTED,
+                f"{field} is set, and the executors here cannot constrain outputs",
+                field=field,
+            )
+        await self._constraint_checks.check(sampling.constraint)
+
     async def _prompt_token_ids(self, prompt: str | tuple[int, ...] | validation.Chat) -> abc.Sequence[int]:
         """Ids of a checked prompt. What may take long runs in a thread, and the loop goes on."""
         tokenizer = self.model.tokenizer
@@ -190,10 +208,10 @@ class Intake:
                 return tokenizer.encode(prompt)
             case str():
                 return await loop.run_in_executor(self._threads, tokenizer.encode, prompt)
-            case validation.Chat(messages, tools, add_generation_prompt):
+            case validation.Chat(messages, tools, opened, continued):
                 try:
                     return await loop.run_in_executor(
-                        self._threads, tokenizer.encode_chat, messages, tools, add_generation_prompt
+                        self._threads, tokenizer.encode_chat, messages, tools, opened, continued
                     )
                 except ChatError as error:
                     raise invalid("chat", str(error)) from error

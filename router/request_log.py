@@ -14,6 +14,7 @@ import hashlib
 from collections import abc
 from dataclasses import dataclass, replace
 
+from router.constraints import Constraint
 from router.text_stream import TextStream
 
 _MASK_64 = (1 << 64) - 1
@@ -44,6 +45,7 @@ class SamplingParams:
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
     logprobs: int | None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

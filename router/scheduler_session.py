@@ -111,6 +111,7 @@ class Welcome:
     eos_token_ids: tuple[int, ...]
     fingerprints: Fingerprints
     dtype: str
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ Every comparison is written so that NaN fails it. It must not know: proto types,
 """
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeVar
 
 import grpc
 
-from router.chat import ChatMessage
+from router.chat import ChatMessage, ToolCall
+from router.constraints import Constraint, checked_form
 from router.request_log import SamplingParams
 from rpc.errors import RequestError, invalid
 
@@ -28,8 +29,25 @@ MAX_PRIORITY: Final = 1000
 MAX_CACHE_SALT_BYTES: Final = 128
 MAX_CHAT_MESSAGES: Final = 4096
 MAX_CHAT_TOOLS: Final = 256
+MAX_TOOL_CALLS: Final = 256
 
 _T = TypeVar("_T")
+
+
+class Call(Protocol):
+    """One call of a tool, in whatever form the caller holds it."""
+
+    @property
+    def id(self) -> str:
+        """The client's name for it; may be empty."""
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+
+    @property
+    def arguments(self) -> str:
+        """A JSON object as text."""
 
 
 class Turn(Protocol):
@@ -47,6 +65,14 @@ class Turn(Protocol):
     def name(self) -> str:
         """The speaker's name; may be empty."""
 
+    @property
+    def tool_calls(self) -> abc.Sequence[Call]:
+        """The tools that an assistant's turn called."""
+
+    @property
+    def tool_call_id(self) -> str:
+        """The call that a tool's turn answers; may be empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -55,6 +81,7 @@ class Conversation:
     messages: abc.Sequence[Turn]
     tools: abc.Sequence[str]
     add_generation_prompt: bool
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +91,7 @@ class Chat:
     messages: list[ChatMessage]
     tools: list[str]
     add_generation_prompt: bool
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +108,7 @@ class SamplingRequest:
     ignore_eos: bool = False
     stop_token_ids: abc.Sequence[int] = ()
     logprobs: int | None = None
+    constraint: Constraint | None = None
     unserved: tuple[str, ...] = ()
 
 
@@ -188,7 +217,7 @@ def checked(request: GenerateRequest, *, model: str, limits: Limits) -> CheckedR
         )
     return CheckedRequest(
         prompt=checked_prompt(request.prompt, limits),
-        sampling=request.sampling,
+        sampling=_constrained(request.sampling),
         n=request.n or 1,
         stop=tuple(request.stop),
         include_stop=request.include_stop,
@@ -263,6 +292,7 @@ def fitted(
         ignore_eos=asked.ignore_eos,
         stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
         logprobs=asked.logprobs,
+        constraint=asked.constraint,
     )
     return ValidRequest(
         prompt_token_ids=tuple(prompt_token_ids),
@@ -311,8 +341,19 @@ def _check_sampling(sampling: SamplingRequest, limits: Limits) -> None:
             "sampling.min_tokens", f"sampling.min_tokens is {sampling.min_tokens}; it must be at least 0"
         )
     _in_range("sampling.logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    if sampling.constraint is not None and sampling.ignore_eos:
+        raise invalid(
+            "sampling.ignore_eos",
+            "sampling.ignore_eos is set, and a constrained output ends with an end token; leave one out",
+        )
     _at_most("sampling.stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+
+
+def _constrained(sampling: SamplingRequest) -> SamplingRequest:
+    """The sampling with its constraint checked for form."""
+    constraint = sampling.constraint
+    return sampling if constraint is None else replace(sampling, constraint=checked_form(constraint))
 
 
 def _check_stops(stops: abc.Sequence[str]) -> None:
@@ -330,13 +371,47 @@ def _checked_chat(conversation: Conversation) -> Chat:
         raise invalid("chat.messages", "chat.messages is empty; at least one message is required")
     _at_most("chat.messages", len(conversation.messages), MAX_CHAT_MESSAGES)
     _at_most("chat.tools", len(conversation.tools), MAX_CHAT_TOOLS)
+    if conversation.continue_final_message:
+        if conversation.add_generation_prompt:
+            raise invalid(
+                "chat.continue_final_message",
+                "chat.continue_final_message is set, and so is add_generation_prompt: an answer either goes "
+                "on with the last message or begins a new one",
+            )
+        if (role := conversation.messages[-1].role) != "assistant":
+            raise invalid(
+                "chat.continue_final_message",
+                f"chat.continue_final_message is set, and the last message is of {_shown(role)}; only an "
+                "assistant's can be continued",
+            )
     return Chat(
-        messages=[
-            ChatMessage(role=turn.role, content=turn.content, name=turn.name)
-            for turn in conversation.messages
-        ],
+        messages=[_checked_message(turn, position) for position, turn in enumerate(conversation.messages)],
         tools=list(conversation.tools),
         add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+    )
+
+
+def _checked_message(turn: Turn, position: int) -> ChatMessage:
+    path = f"chat.messages[{position}]"
+    _at_most(f"{path}.tool_calls", len(turn.tool_calls), MAX_TOOL_CALLS)
+    if turn.tool_calls and turn.role != "assistant":
+        raise invalid(
+            "chat.messages", f"{path}.tool_calls is set, and its role is {_shown(turn.role)}; assistants call"
+        )
+    if turn.tool_call_id and turn.role != "tool":
+        raise invalid(
+            "chat.messages", f"{path}.tool_call_id is set, and its role is {_shown(turn.role)}; tools answer"
+        )
+    for number, call in enumerate(turn.tool_calls):
+        if not call.name:
+            raise invalid("chat.messages", f"{path}.tool_calls[{number}].name is missing")
+    return ChatMessage(
+        role=turn.role,
+        content=turn.content,
+        name=turn.name,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
+        tool_call_id=turn.tool_call_id,
     )
 
 

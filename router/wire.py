@@ -14,6 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from router import scheduler_session as session
 from router.call import Ended, Grown, News, PromptSeen
+from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.request_log import (
     ChoiceLog,
     Delta,
@@ -63,8 +64,9 @@ def text_or_chat(
             return request.text
         case "chat":
             chat = request.chat
-            opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-            return Conversation(chat.messages, chat.tools, opened)
+            continued = chat.continue_final_message
+            opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
+            return Conversation(chat.messages, chat.tools, opened, continued)
         case _:
             return None
 
@@ -94,9 +96,6 @@ def body_digest(request: router_pb2.GenerateRequest) -> bytes:
 def _sampling_request(sampling: common_pb2.SamplingParams) -> SamplingRequest:
     unserved = [name for name in _UNSERVED_PRESENT if sampling.HasField(name)]
     unserved += [name for name in _UNSERVED_FILLED if len(getattr(sampling, name))]
-    constraint = sampling.WhichOneof("constraint")
-    if constraint is not None:
-        unserved.append(constraint)
     return SamplingRequest(
         temperature=sampling.temperature if sampling.HasField("temperature") else None,
         top_p=sampling.top_p if sampling.HasField("top_p") else None,
@@ -108,8 +107,21 @@ def _sampling_request(sampling: common_pb2.SamplingParams) -> SamplingRequest:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        constraint=_constraint(sampling),
         unserved=tuple(unserved),
     )
+
+
+def _constraint(sampling: common_pb2.SamplingParams) -> Constraint | None:
+    match sampling.WhichOneof("constraint"):
+        case "json_schema":
+            return JsonSchema(sampling.json_schema)
+        case "regex":
+            return Regex(sampling.regex)
+        case "choice":
+            return Choice(sampling.choice.values)
+        case _:
+            return None
 
 
 # --- to clients -------------------------------------------------------------------------------------
@@ -193,7 +205,7 @@ def response(request: RequestLog) -> router_pb2.GenerateResponse:
 
 def sampling_params(params: SamplingParams) -> common_pb2.SamplingParams:
     """Sampling with every value set, for clients and for schedulers."""
-    return common_pb2.SamplingParams(
+    message = common_pb2.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
@@ -205,6 +217,14 @@ def sampling_params(params: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         logprobs=params.logprobs,
     )
+    match params.constraint:
+        case JsonSchema(text):
+            message.json_schema = text
+        case Regex(pattern):
+            message.regex = pattern
+        case Choice(values):
+            message.choice.values.extend(values)
+    return message
 
 
 def defaults(values: Defaults) -> common_pb2.SamplingParams:
@@ -313,6 +333,7 @@ def _welcome(welcome: scheduler_pb2.Welcome) -> session.Welcome:
         eos_token_ids=tuple(welcome.eos_token_ids),
         fingerprints=session.Fingerprints(prints.model, prints.tokenizer, prints.numerics),
         dtype=welcome.dtype,
+        features=frozenset(welcome.features),
     )
 
 

@@ -11,8 +11,6 @@ from router.http.asked import Asked
 from router.http.shapes import Json, Shape
 from router.request_log import ChoiceLog, Delta, FinishReason, RequestLog
 
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-
 
 class Answer:
     """The answer of one call. `created` is seconds since 1970."""
@@ -43,7 +41,7 @@ class Answer:
                     self._choice(log, choice, content)
                     | self._logprobs(choice, delta)
                     | self._token_ids(delta)
-                    | _closing(choice)
+                    | self._closing(choice)
                 )
         return self._head | {
             "object": self._shape.whole_object,
@@ -70,7 +68,7 @@ class Answer:
                     shown = self._choice(log, choice, self._shape.piece(delta.text))
                     shown |= self._logprobs(choice, delta) | self._token_ids(delta)
                 case Ended(log, choice):
-                    shown = self._choice(log, choice, self._shape.ending()) | _closing(choice)
+                    shown = self._choice(log, choice, self._shape.ending()) | self._closing(choice)
                 case _:
                     continue
             chunks.append(self._chunk(shown))
@@ -92,6 +90,15 @@ class Answer:
         asked_for = choice.sampling.logprobs is not None
         return {"logprobs": self._shape.logprobs(choice, delta)} if asked_for else {}
 
+    def _closing(self, choice: ChoiceLog) -> Json:
+        """How a choice ended; `stop_reason` is the client's own stop that ended it, null when none did."""
+        assert choice.end is not None, "the choice has ended"
+        stop_reason: str | int | None = choice.end.matched_stop
+        if stop_reason is None and choice.end.matched_token_id in choice.sampling.stop_token_ids:
+            stop_reason = choice.end.matched_token_id
+        finish_reason = "length" if choice.end.reason is FinishReason.LENGTH else self._shape.stop_word
+        return {"finish_reason": finish_reason, "stop_reason": stop_reason}
+
     def _token_ids(self, delta: Delta | None) -> Json:
         if not self._asked.return_token_ids:
             return {}
@@ -110,12 +117,3 @@ class Answer:
                 "cached_tokens": sum(log.num_cached_tokens or 0 for log in self._position)
             },
         }
-
-
-def _closing(choice: ChoiceLog) -> Json:
-    """How a choice ended; `stop_reason` is the client's own stop that ended it, null when none did."""
-    assert choice.end is not None, "the choice has ended"
-    stop_reason: str | int | None = choice.end.matched_stop
-    if stop_reason is None and choice.end.matched_token_id in choice.sampling.stop_token_ids:
-        stop_reason = choice.end.matched_token_id
-    return {"finish_reason": _FINISH_REASONS[choice.end.reason], "stop_reason": stop_reason}

@@ -41,6 +41,10 @@ class Shape(Protocol):
     def ending(self) -> Json:
         """What the last chunk of a choice has."""
 
+    @property
+    def stop_word(self) -> str:
+        """The finish reason of a choice that came to its end by itself."""
+
     def logprobs(self, choice: ChoiceLog, delta: Delta | None) -> Json:
         """How likely the tokens of a delta were, one entry for each."""
 
@@ -48,6 +52,7 @@ class Shape(Protocol):
 class CompletionShape:
     """/v1/completions. `echoes` has the text of each prompt, when it is to stand before its answers."""
 
+    stop_word: str = "stop"
     id_prefix: ClassVar = "cmpl-"
     whole_object: ClassVar = "text_completion"
     chunk_object: ClassVar = "text_completion"
@@ -94,6 +99,7 @@ class CompletionShape:
 class ChatShape:
     """/v1/chat/completions."""
 
+    stop_word: str = "stop"
     id_prefix: ClassVar = "chatcmpl-"
     whole_object: ClassVar = "chat.completion"
     chunk_object: ClassVar = "chat.completion.chunk"
@@ -132,6 +138,36 @@ class ChatShape:
     def _entry(self, token_id: int, logprob: float) -> Json:
         token = self._vocabulary.token_bytes(token_id)
         return {"token": token_text(token_id, token), "logprob": logprob, "bytes": list(token)}
+
+
+class CallShape(ChatShape):
+    """/v1/chat/completions whose answer is the arguments of one function.
+
+    What it says is the schema's doing, and not parsed. `call_id` is the name of the call in each choice.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, function: str, call_id: str, stop_word: str) -> None:
+        super().__init__(vocabulary)
+        self._function = function
+        self._call_id = call_id
+        self.stop_word = stop_word
+
+    def whole(self, position: int, text: str) -> Json:  # noqa: ARG002 - a chat has one prompt
+        """A message that calls."""
+        call = {"id": self._call_id, "type": "function", "function": self._called(text)}
+        return {"message": {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}}
+
+    def opening(self, position: int) -> Json | None:  # noqa: ARG002 - likewise
+        """Who speaks, and what is called."""
+        call = {"index": 0, "id": self._call_id, "type": "function", "function": self._called("")}
+        return {"delta": {"role": "assistant", "content": None, "tool_calls": [call]}}
+
+    def piece(self, text: str) -> Json:
+        """More of the arguments."""
+        return {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}}
+
+    def _called(self, arguments: str) -> Json:
+        return {"name": self._function, "arguments": arguments}
 
 
 class _Offset:

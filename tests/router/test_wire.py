@@ -7,6 +7,7 @@ from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from router import scheduler_session as session
 from router import wire
 from router.call import failure
+from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.request_log import End, FinishReason, TokenLogprobs
 from router.validation import Conversation, SamplingRequest
 from rpc.errors import RequestError
@@ -57,9 +58,6 @@ def test_each_kind_of_prompt_is_told_apart_even_when_it_is_empty() -> None:
         (common_pb2.SamplingParams(logit_bias={5: 1.0}), ("logit_bias",)),
         (common_pb2.SamplingParams(allowed_token_ids=[1]), ("allowed_token_ids",)),
         (common_pb2.SamplingParams(banned_token_ids=[-1]), ("banned_token_ids",)),
-        (common_pb2.SamplingParams(json_schema=""), ("json_schema",)),
-        (common_pb2.SamplingParams(regex="("), ("regex",)),
-        (common_pb2.SamplingParams(choice=common_pb2.Choices()), ("choice",)),
     ],
 )
 def test_b99_fields_that_are_not_served_are_named_when_they_are_set(
@@ -225,3 +223,31 @@ def test_an_end_without_a_known_reason_ends_the_stream(reason: int) -> None:
 
 def test_a_message_that_only_a_newer_scheduler_knows_is_ignored() -> None:
     assert wire.scheduler_message(scheduler_pb2.SchedulerMessage()) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "constraint"),
+    [
+        (common_pb2.SamplingParams(), None),
+        (common_pb2.SamplingParams(json_schema=""), JsonSchema("")),
+        (common_pb2.SamplingParams(regex="("), Regex("(")),
+        (common_pb2.SamplingParams(choice=common_pb2.Choices(values=["a", "b"])), Choice(["a", "b"])),
+    ],
+)
+def test_constraints_are_read_and_handed_on(
+    params: common_pb2.SamplingParams, constraint: Constraint | None
+) -> None:
+    read = wire.generate_request(router_pb2.GenerateRequest(sampling=params)).sampling.constraint
+    assert read == constraint
+    kept = Choice(tuple(constraint.values)) if isinstance(constraint, Choice) else constraint
+    sent = wire.sampling_params(sampling(constraint=kept))
+    assert sent.WhichOneof("constraint") == params.WhichOneof("constraint")
+    assert sent.choice == params.choice
+
+
+def test_a_conversation_that_is_continued_opens_no_answer() -> None:
+    chat = router_pb2.Chat(continue_final_message=True)
+    read = wire.text_or_chat(router_pb2.TokenizeRequest(chat=chat))
+    assert isinstance(read, Conversation)
+    assert read.continue_final_message
+    assert not read.add_generation_prompt

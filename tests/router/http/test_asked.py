@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.chat import ToolCall
+from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.http import asked
 from router.http.asked import MAX_CHOICES_IN_ALL, Asked
 from router.http.fields import Fields, parsed
@@ -100,7 +102,8 @@ def test_b102_choices_are_counted_over_all_prompts() -> None:
         {"request_id": "x" * 125},
         {"best_of": 2},
         {"suffix": "end"},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_object", "x": 1}},
         {"logprobs": 6},
         {"logprobs": -1},
         {"echo": True, "logprobs": 1},
@@ -215,7 +218,14 @@ def test_a_message_may_be_a_list_of_texts() -> None:
         ({"role": "user", "content": 1}, "messages[0].content"),
         ({"role": "user", "content": [None]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
-        ({"role": "assistant", "content": "a", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": []}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": [None]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
+        (
+            {"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]},
+            "messages[0].tool_calls[0].type",
+        ),
     ],
 )
 def test_b98_a_wrong_message_is_refused_by_its_place(message: object, field: str) -> None:
@@ -226,7 +236,6 @@ def test_tools_go_to_the_template_as_json_unless_none_is_to_be_chosen() -> None:
     tool = {"type": "function", "function": {"name": "wetter", "description": "Grüße"}}
     assert [json.loads(text) for text in conversation(tools=[tool]).tools] == [tool]
     assert conversation(tools=[tool], tool_choice="none").tools == []
-    assert refusal(chat, tools=[tool], tool_choice="required").field == "tool_choice"
     assert refusal(chat, tools=[None]).field == "tools[0]"
     assert refusal(chat, tools=[{"x": float("nan")}]).field == "tools[0]"
 
@@ -266,3 +275,97 @@ def test_b55_b97_b98_whatever_is_asked_is_a_request_or_a_refusal(
     with contextlib.suppress(RequestError):
         for request in read(parsed(json.dumps(body).encode())).requests:
             checked(request, model="tiny", limits=Limits(max_total_tokens=512, vocab_size=272))
+
+
+# --- constraints and tools --------------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, JsonSchema("{}")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": False, "schema": {"type": "null"}},
+                }
+            },
+            JsonSchema('{"type": "null"}'),
+        ),
+        ({"json_schema": {"const": "é"}}, JsonSchema('{"const": "é"}')),
+        ({"json_schema": "[]"}, JsonSchema("[]")),
+        ({"regex": "a+"}, Regex("a+")),
+        ({"choice": ["a", "b"]}, Choice(("a", "b"))),
+    ],
+)
+def test_what_an_output_is_held_to(fields: dict[str, object], constraint: Constraint | None) -> None:
+    assert completion(**fields).requests[0].sampling.constraint == constraint
+    assert chat(**fields).requests[0].sampling.constraint == constraint
+
+
+def test_b99_one_output_is_held_to_one_thing() -> None:
+    assert refusal(completion, regex="a", choice=["a"]).field == "choice"
+    assert refusal(completion, regex="a", response_format={"type": "json_object"}).field == "regex"
+    assert refusal(chat, regex="a", tools=[WEATHER], tool_choice="required").field == "regex"
+    assert refusal(completion, json_schema=5).field == "json_schema"
+    assert refusal(completion, choice=[None]).field == "choice[0]"
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish_reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],
+)
+def test_a_forced_function_holds_the_output_to_its_parameters(choice: object, finish_reason: str) -> None:
+    asked = chat(tools=[WEATHER], tool_choice=choice)
+    constraint = asked.requests[0].sampling.constraint
+    assert isinstance(constraint, JsonSchema)
+    assert json.loads(constraint.text) == WEATHER["function"]["parameters"]  # type: ignore[index]
+    assert asked.forced is not None
+    assert (asked.forced.name, asked.forced.finish_reason) == ("weather", finish_reason)
+    assert asked.names["sampling.json_schema"] == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "field"),
+    [
+        ([WEATHER, WEATHER], "required", "tool_choice"),
+        ([], "required", "tool_choice"),
+        ([WEATHER], {"type": "function", "function": {"name": "x"}}, "tool_choice"),
+        ([WEATHER], {"type": "custom"}, "tool_choice"),
+        ([WEATHER], 5, "tool_choice"),
+        ([{"type": "function"}], "required", "tools[0].function"),
+        ([{"function": {}}], "required", "tools[0].function.name"),
+        ([{"function": {"name": "f", "parameters": []}}], "required", "tools[0]"),
+    ],
+)
+def test_other_choices_of_tools_are_refused_by_name(tools: list[object], choice: object, field: str) -> None:
+    assert refusal(chat, tools=tools, tool_choice=choice).field == field
+
+
+def test_turns_of_tools_are_read() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    _, called, answered = conversation(messages=messages).messages
+    assert (called.content, called.tool_calls) == ("", (ToolCall("c1", "weather", '{"city": "Bern"}'),))
+    assert (answered.content, answered.tool_call_id) == ("rain", "c1")
+
+
+def test_the_last_message_may_be_continued() -> None:
+    assert not conversation().continue_final_message
+    continued = conversation(continue_final_message=True)
+    assert continued.continue_final_message
+    assert not continued.add_generation_prompt
