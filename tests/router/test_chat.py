@@ -144,7 +144,8 @@ CALLS = [
     ChatMessage("tool", "rain", name="weather", tool_call_id="c1"),
 ]
 CALLS_TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %}>{{ m.content }}"
+    "{% for m in messages %}<{{ m.role }}{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %}>"
+    "{{ m.content }}"
     "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.type }} {{ c.function.name }} "
     "{{ c.function.arguments | tojson }} {{ c.function.arguments.city }}]{% endfor %}{% endfor %}"
 )
@@ -195,10 +196,9 @@ def test_the_last_message_is_continued_as_by_transformers(
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
     rendered = template.render(messages, [], add_generation_prompt=False, continue_final_message=True)
     assert rendered == expected
-    assert rendered.endswith(said.strip()) or rendered.endswith(said)
 
 
-@pytest.mark.parametrize(("source", "said"), [("x", "abc"), ("{{ messages[-1].content }}", " ")])
+@pytest.mark.parametrize(("source", "said"), [("x", "abc"), ("{{ messages[-1].content | upper }}", "a")])
 def test_what_the_template_does_not_show_cannot_be_continued(source: str, said: str) -> None:
     template = ChatTemplate(source, {})
     with pytest.raises(ChatError, match=r"chat\.continue_final_message"):
