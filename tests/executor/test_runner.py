@@ -143,7 +143,8 @@ def test_warm_up_makes_a_token_and_touches_no_block_of_a_plan(tiny_folder: Path)
 def test_it_says_what_it_is(runner: ModelRunner) -> None:
     assert (runner.num_blocks, runner.block_size, runner.vocab_size) == (64, 16, 272)
     assert (runner.max_seq_len, runner.eos_token_ids) == (8192, (257, 259))
-    assert (runner.dtype, runner.device, runner.features) == ("float32", "cpu", ("logprobs",))
+    assert (runner.dtype, runner.device) == ("float32", "cpu")
+    assert set(runner.features) == {"logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists"}
     assert "float32" in runner.fingerprints.numerics
     assert len(runner.fingerprints.model) == len(runner.fingerprints.tokenizer) == 64
 
