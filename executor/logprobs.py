@@ -1,7 +1,7 @@
 """How likely tokens were, of the model's raw distribution: for sampled tokens and for those of a prompt.
 
-Computed in float64 from float32 logits, row by row alike however many are computed together. Alternatives come
-most likely first, ties by the lower id; impossible ones are left out.
+Computed in float64 from float32 logits, row by row alike however many are computed together. Alternatives
+come most likely first, ties by the lower id; impossible ones are left out.
 """
 
 from collections.abc import Callable, Sequence

@@ -113,6 +113,7 @@ class Intake:
         ids = [asked.request_id for asked in named]
         with structlog.contextvars.bound_contextvars(request_id=ids[0]), self._reserved(ids):
             begun = [await self._begun(asked, arrival) for asked in named]
+            validation.check_prompt_logprobs(sum(log.num_prompt_numbers for _, log in begun))
             call = Call(tuple(log for _, log in begun))
             try:
                 for scheduler, log in begun:
@@ -150,7 +151,7 @@ class Intake:
         scheduler = self._schedulers.place(asked.request_id)
         welcome = scheduler.welcome
         assert welcome is not None, "a scheduler that takes requests has been welcomed"
-        limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
+        limits = _limits(welcome)
         checked = validation.checked(asked, model=self.model.name, limits=limits)
         arrival.refuse_unknown()
         valid = validation.fitted(
@@ -211,7 +212,7 @@ class Intake:
     ) -> abc.Sequence[int]:
         """Ids as generation would make them. Raises RequestError."""
         welcome = self.welcome()
-        limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
+        limits = _limits(welcome)
         checked = validation.checked_prompt(prompt, limits)
         refuse_unknown()
         return await self._prompt_token_ids(checked)
@@ -226,6 +227,15 @@ class Intake:
         if len(token_ids) <= _INLINE_TOKENS:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+
+
+def _limits(welcome: Welcome) -> validation.Limits:
+    return validation.Limits(
+        max_total_tokens=welcome.max_total_tokens,
+        vocab_size=welcome.vocab_size,
+        eos_token_ids=frozenset(welcome.eos_token_ids),
+        features=welcome.features,
+    )
 
 
 def _log_end(log: RequestLog) -> None:
