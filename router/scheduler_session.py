@@ -470,7 +470,7 @@ class SchedulerSession:
         num_told = max(len(live.request.prompt_logprobs), first_position - 1 + len(entries))
         if num_told < (num_due := len(live.request.prompt_token_ids) - 1):
             raise SessionError(
-                f"handle {handle} got tokens after {num_told} log-probabilities of its prompt, {num_due} are due"
+                f"handle {handle} got tokens after {num_told} of {num_due} log-probabilities of its prompt"
             )
 
     def _check_prompt_logprobs(

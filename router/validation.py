@@ -375,7 +375,8 @@ def _check_adjustments(sampling: SamplingRequest, limits: Limits) -> None:
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise invalid(
                 "sampling.logit_bias",
-                f"sampling.logit_bias of token {token_id} is {bias}; it must be from {-MAX_BIAS} to {MAX_BIAS}",
+                f"sampling.logit_bias of token {token_id} is {bias}; "
+                f"it must be from {-MAX_BIAS} to {MAX_BIAS}",
             )
     for name, token_ids in (
         ("sampling.allowed_token_ids", sampling.allowed_token_ids),
@@ -395,7 +396,7 @@ def _check_choice_is_left(sampling: SamplingRequest, limits: Limits) -> None:
     if leaves_nothing(banned):
         raise invalid(
             "sampling.banned_token_ids",
-            "sampling.banned_token_ids leaves no token to choose; one at least must be allowed and not banned",
+            "sampling.banned_token_ids leaves no token to choose; one must be allowed and not banned",
         )
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_token_ids)
     if sampling.min_tokens and leaves_nothing(banned | ends):

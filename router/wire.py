@@ -103,7 +103,7 @@ def _sampling_request(sampling: common_pb2.SamplingParams) -> SamplingRequest:
         repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
         presence_penalty=sampling.presence_penalty if sampling.HasField("presence_penalty") else None,
         frequency_penalty=sampling.frequency_penalty if sampling.HasField("frequency_penalty") else None,
-        logit_bias=sampling.logit_bias,
+        logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=sampling.allowed_token_ids,
         banned_token_ids=sampling.banned_token_ids,
         unserved=() if constraint is None else (constraint,),
