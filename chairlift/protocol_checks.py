@@ -511,7 +511,7 @@ async def token_lists_are_kept(subject: Subject) -> None:
 
 
 async def bias_is_added(subject: Subject) -> None:
-    """With the feature "logit_bias", a bias of 100 raises a token above all others, one of 0 changes nothing."""
+    """With the feature "logit_bias", a bias of 100 raises a token above all others, and 0 changes nothing."""
     epoch = await subject.open()
     need(epoch, num_tokens=4)
     offers(epoch, "logit_bias")
@@ -529,7 +529,7 @@ async def bias_is_added(subject: Subject) -> None:
 
 
 async def penalties_count_the_output(subject: Subject) -> None:
-    """With the feature "penalties", presence and frequency begin after the prompt, also for one that resumes."""
+    """With the feature "penalties", presence and frequency begin after the prompt, also when it resumes."""
     epoch = await subject.open()
     need(epoch, num_tokens=8)
     offers(epoch, "penalties")

@@ -210,6 +210,21 @@ def test_b20_b71_prompt_logprobs_are_the_references_cold_and_warm_at_every_door(
     check_quiet(doors)
 
 
+def test_b71_a_chats_prompt_is_told_with_its_first_chunk(http: httpx2.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0.0}
+    body |= {"prompt_logprobs": 0, "n": 2}
+    whole = strict(http.post("/v1/chat/completions", json=body).text)
+    first, second = whole["choices"]
+    assert len(first["prompt_logprobs"]) == whole["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in second
+    text = http.post("/v1/chat/completions", json=body | {"stream": True}).text
+    chunks = [strict(piece.removeprefix("data: ")) for piece in text.split("\n\n")[:-2]]
+    openings = [chunk["choices"][0] for chunk in chunks[:2]]
+    assert [opening["delta"]["role"] for opening in openings] == ["assistant"] * 2
+    assert openings[0]["prompt_logprobs"] == first["prompt_logprobs"]
+    assert not any("prompt_logprobs" in chunk["choices"][0] for chunk in chunks[1:])
+
+
 @pytest.mark.parametrize("logprobs", [0, 2])
 def test_b20_b71_an_echo_with_logprobs_tells_of_prompt_and_answer(
     doors: Cluster, http: httpx2.Client, logprobs: int
