@@ -46,13 +46,10 @@ def table_of(logits: Tensor) -> Tensor:
 
 def reports(table: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]) -> list[TokenLogprobs]:
     """The report on one token for each row of `table`, with so many alternatives beside it."""
-    targets = torch.tensor(token_ids, device=table.device)[:, None]
-    own = table.gather(1, targets)
-    ids = torch.arange(table.shape[-1], device=table.device)
-    before = (table > own) | ((table == own) & (ids < targets))
-    ranks = (1 + before.sum(dim=-1)).tolist()
+    own = table.gather(1, torch.tensor(token_ids, device=table.device)[:, None])
     most = min(max(num_tops, default=0), table.shape[-1])
     tops = _tops(table, most) if most else [((), ())] * len(token_ids)
+    ranks = _ranks(table, own, token_ids, [top_ids for top_ids, _ in tops])
     return [
         TokenLogprobs(token_id, max(logprob, IMPOSSIBLE), rank, top_ids[:num_top], top_logprobs[:num_top])
         for token_id, logprob, rank, (top_ids, top_logprobs), num_top in zip(
@@ -61,19 +58,37 @@ def reports(table: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]) ->
     ]
 
 
+def _ranks(
+    table: Tensor, own: Tensor, token_ids: Sequence[int], tops: Sequence[tuple[int, ...]]
+) -> list[int]:
+    """The place of each row's token among all: told by the most likely ones, or counted."""
+    ranks = [
+        1 + top_ids.index(token_id) if token_id in top_ids else 0
+        for token_id, top_ids in zip(token_ids, tops, strict=True)
+    ]
+    unplaced = [index for index, rank in enumerate(ranks) if not rank]
+    if unplaced:
+        rows, limits = (table, own) if len(unplaced) == len(table) else (table[unplaced], own[unplaced])
+        counts = torch.count_nonzero(rows > limits, dim=-1).tolist()
+        for index, row, limit, count in zip(unplaced, rows, limits, counts, strict=True):
+            ties = torch.count_nonzero(row[: token_ids[index]] == limit)
+            ranks[index] = 1 + count + int(ties)
+    return ranks
+
+
 def _tops(table: Tensor, count: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """The `count` most likely tokens of each row, with their log-probabilities."""
-    most = table.topk(count, dim=-1)
+    values, ids = table.topk(min(count + 1, table.shape[-1]), dim=-1)
+    # Which of those that tie for the last place topk takes is not said: such rows are sorted whole.
+    tied = (values[:, count - 1] == values[:, -1]).nonzero().squeeze(-1) if values.shape[1] > count else ()
     # In id order before the stable sort, so that ties fall to the lower id.
-    ids = most.indices.sort(dim=-1).values
+    ids = ids[:, :count].sort(dim=-1).values
     values, places = table.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, places)
-    # Which of those that tie for the last place topk takes is not said: such rows are sorted whole.
-    tied = ((table >= most.values[:, -1:]).sum(dim=-1) > count).nonzero().squeeze(-1)
     if len(tied):
         ordered, order = table[tied].sort(dim=-1, descending=True, stable=True)
         values[tied], ids[tied] = ordered[:, :count], order[:, :count]
-    possible = (values > -torch.inf).sum(dim=-1).tolist()
+    possible = torch.count_nonzero(values > -torch.inf, dim=-1).tolist()
     return [
         (tuple(row_ids[:num]), tuple(row_values[:num]))
         for row_ids, row_values, num in zip(ids.tolist(), values.tolist(), possible, strict=True)
