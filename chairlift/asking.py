@@ -37,6 +37,12 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     logprobs: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
     json_schema: str | Mapping[str, Any]
     regex: str
     choice: Sequence[str]
@@ -103,8 +109,11 @@ def _put_constraint(sampling: common_pb2.SamplingParams, name: str, value: Any) 
 
 
 def _put(message: router_pb2.GenerateRequest | common_pb2.SamplingParams, name: str, value: object) -> None:
+    field = message.DESCRIPTOR.fields_by_name[name]
     try:
-        if message.DESCRIPTOR.fields_by_name[name].is_repeated:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            getattr(message, name).update(value)
+        elif field.is_repeated:
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)

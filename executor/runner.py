@@ -13,28 +13,28 @@ import numpy as np
 import structlog
 import torch
 
-from executor import sampler, self_test
+from executor import logprobs, sampler, self_test
 from executor.attention.base import AttentionBackend, AttentionSpec, select_backend
 from executor.attention.reference import ReferenceAttention
 from executor.constraints import Constraint, Constraints, Matcher
-from executor.inputs import SampleRow, StepInputs
+from executor.inputs import SampleRow, Scored, StepInputs
 from executor.kernels.build import KernelsUnavailableError
 from executor.kernels.library import fastest
 from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
 from executor.model import ModelError
 from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
 from executor.model.config import ModelConfig
-from executor.model.decoder import Decoder
+from executor.model.decoder import Decoder, Hidden
 from executor.model.weights import load_weights
 from executor.operations.base import Operations
 from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
-from executor.sequences import Sampled, SamplingParams
+from executor.sequences import PromptLogprobs, Sampled, SamplingParams
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (ReferenceAttention,)
 """In order of preference."""
-FEATURES: Final = ("logprobs",)
+FEATURES: Final = ("logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists")
 
 log = structlog.get_logger()
 
@@ -50,9 +50,14 @@ class Fingerprints:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step chose, and the microseconds that the forward pass and the sampling took."""
+    """What one step chose, and the microseconds that the forward pass and the sampling took.
+
+    `prompt_logprobs` are those of the stretches that `StepInputs.scored` names, without any that are no
+    numbers; they belong to the forward pass.
+    """
 
     sampled: Sampled
+    prompt_logprobs: list[PromptLogprobs]
     forward_us: int
     sample_us: int
 
@@ -221,13 +226,26 @@ class ModelRunner:
         error in the result; it is no exception.
         """
         started = time.perf_counter_ns()
-        logits = self.logits(inputs)
+        hidden = self._model.forward(inputs, self._kv_cache)
+        scores = [self._score(hidden, scored) for scored in inputs.scored]
+        logits = self._model.head(hidden)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter_ns()
         sampled = sampler.sample(logits, sample_rows, self._choose) if sample_rows else Sampled([], [], [])
         ended = time.perf_counter_ns()
-        return StepOutput(sampled, (forwarded - started) // 1000, (ended - forwarded) // 1000)
+        return StepOutput(
+            sampled,
+            [score for score in scores if score is not None],
+            (forwarded - started) // 1000,
+            (ended - forwarded) // 1000,
+        )
+
+    def _score(self, hidden: Hidden, scored: Scored) -> PromptLogprobs | None:
+        def logits_at(indices: torch.Tensor) -> torch.Tensor:
+            return self._model.head(hidden, indices.to(self._device))
+
+        return logprobs.score(scored, logits_at, self.vocab_size)
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:

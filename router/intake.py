@@ -24,7 +24,6 @@ from router import validation
 from router.call import Call
 from router.chat import ChatError
 from router.constraint_checks import ConstraintChecks
-from router.constraints import field_of
 from router.request_log import End, FinishReason, RequestLog
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import Welcome
@@ -117,6 +116,7 @@ class Intake:
         ids = [asked.request_id for asked in named]
         with structlog.contextvars.bound_contextvars(request_id=ids[0]), self._reserved(ids):
             begun = [await self._begun(asked, arrival) for asked in named]
+            validation.check_prompt_logprobs(sum(log.num_prompt_numbers for _, log in begun))
             call = Call(tuple(log for _, log in begun))
             try:
                 for scheduler, log in begun:
@@ -154,10 +154,11 @@ class Intake:
         scheduler = self._schedulers.place(asked.request_id)
         welcome = scheduler.welcome
         assert welcome is not None, "a scheduler that takes requests has been welcomed"
-        limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
+        limits = _limits(welcome)
         checked = validation.checked(asked, model=self.model.name, limits=limits)
         arrival.refuse_unknown()
-        await self._check_constraint(checked.sampling, welcome)
+        if checked.sampling.constraint is not None:
+            await self._constraint_checks.check(checked.sampling.constraint)
         valid = validation.fitted(
             checked,
             await self._prompt_token_ids(checked.prompt),
@@ -183,19 +184,6 @@ class Intake:
             received_at=arrival.received_at,
         )
         return scheduler, log
-
-    async def _check_constraint(self, sampling: validation.SamplingRequest, welcome: Welcome) -> None:
-        """Refuses a constraint that cannot be kept to, or not by these executors. Raises RequestError."""
-        if sampling.constraint is None:
-            return
-        if "constraints" not in welcome.features:
-            field = field_of(sampling.constraint)
-            raise RequestError(
-                grpc.StatusCode.UNIMPLEMENTED,
-                f"{field} is set, and the executors here cannot constrain outputs",
-                field=field,
-            )
-        await self._constraint_checks.check(sampling.constraint)
 
     async def _prompt_token_ids(self, prompt: str | tuple[int, ...] | validation.Chat) -> abc.Sequence[int]:
         """Ids of a checked prompt. What may take long runs in a thread, and the loop goes on."""
@@ -229,7 +217,7 @@ class Intake:
     ) -> abc.Sequence[int]:
         """Ids as generation would make them. Raises RequestError."""
         welcome = self.welcome()
-        limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
+        limits = _limits(welcome)
         checked = validation.checked_prompt(prompt, limits)
         refuse_unknown()
         return await self._prompt_token_ids(checked)
@@ -244,6 +232,15 @@ class Intake:
         if len(token_ids) <= _INLINE_TOKENS:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+
+
+def _limits(welcome: Welcome) -> validation.Limits:
+    return validation.Limits(
+        max_total_tokens=welcome.max_total_tokens,
+        vocab_size=welcome.vocab_size,
+        eos_token_ids=frozenset(welcome.eos_token_ids),
+        features=welcome.features,
+    )
 
 
 def _log_end(log: RequestLog) -> None:

@@ -8,13 +8,13 @@ Every comparison is written so that NaN fails it. It must not know: proto types,
 """
 
 from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar
 
 import grpc
 
 from router.chat import ChatMessage, ToolCall
-from router.constraints import Constraint, checked_form
+from router.constraints import Constraint, checked_form, field_of
 from router.request_log import SamplingParams
 from rpc.errors import RequestError, invalid
 
@@ -24,6 +24,12 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGPROBS: Final = 20
+# Numbers of one call's answer that speak of prompts: two megabytes of them at most.
+MAX_PROMPT_NUMBERS: Final = 131_072
+MAX_REPETITION_PENALTY: Final = 100
+MAX_PENALTY: Final = 2
+MAX_BIAS: Final = 100
+MAX_LISTED_TOKEN_IDS: Final = 4096
 MAX_TEMPERATURE: Final = 100
 MAX_PRIORITY: Final = 1000
 MAX_CACHE_SALT_BYTES: Final = 128
@@ -96,7 +102,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """Sampling as it was sent; None is absent. `unserved` names the fields set that are not served yet."""
+    """Sampling as it was sent; None is absent."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -108,8 +114,14 @@ class SamplingRequest:
     ignore_eos: bool = False
     stop_token_ids: abc.Sequence[int] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: abc.Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: abc.Sequence[int] = ()
+    banned_token_ids: abc.Sequence[int] = ()
     constraint: Constraint | None = None
-    unserved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +142,16 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the cache behind this router can take, tokens."""
+    """What the model, the cache and the executors behind this router can take.
+
+    `max_total_tokens` is prompt plus output; `features` are names of optional abilities, as `OpenResponse`
+    gives them.
+    """
 
     max_total_tokens: int
     vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +222,9 @@ def checked(request: GenerateRequest, *, model: str, limits: Limits) -> CheckedR
     check_request_id(request.request_id)
     if request.resume:
         raise _unserved("resume")
-    for name in request.sampling.unserved:
-        raise _unserved(f"sampling.{name}")
     _check_sampling(request.sampling, limits)
+    _check_adjustments(request.sampling, limits)
+    _check_features(request.sampling, limits)
     _in_range("n", request.n, 0, MAX_CHOICES)
     _in_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_stops(request.stop)
@@ -292,6 +310,13 @@ def fitted(
         ignore_eos=asked.ignore_eos,
         stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
         logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        repetition_penalty=_either(asked.repetition_penalty, 1.0),
+        presence_penalty=_either(asked.presence_penalty, 0.0),
+        frequency_penalty=_either(asked.frequency_penalty, 0.0),
+        logit_bias=tuple(sorted(asked.logit_bias.items())),
+        allowed_token_ids=tuple(sorted(set(asked.allowed_token_ids))),
+        banned_token_ids=tuple(sorted(set(asked.banned_token_ids))),
         constraint=asked.constraint,
     )
     return ValidRequest(
@@ -303,6 +328,16 @@ def fitted(
         priority=request.priority,
         cache_salt=request.cache_salt,
     )
+
+
+def check_prompt_logprobs(num_numbers: int) -> None:
+    """Refuses a call whose answer would have more numbers about its prompts. Raises RequestError."""
+    if num_numbers > MAX_PROMPT_NUMBERS:
+        raise invalid(
+            "sampling.prompt_logprobs",
+            f"sampling.prompt_logprobs asks for {num_numbers} numbers: tokens of the prompts x (1 + "
+            f"alternatives) x n; at most {MAX_PROMPT_NUMBERS} are given",
+        )
 
 
 def check_token_ids(field: str, token_ids: abc.Sequence[int], vocab_size: int) -> None:
@@ -341,6 +376,7 @@ def _check_sampling(sampling: SamplingRequest, limits: Limits) -> None:
             "sampling.min_tokens", f"sampling.min_tokens is {sampling.min_tokens}; it must be at least 0"
         )
     _in_range("sampling.logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    _in_range("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
     if sampling.constraint is not None and sampling.ignore_eos:
         raise invalid(
             "sampling.ignore_eos",
@@ -348,6 +384,81 @@ def _check_sampling(sampling: SamplingRequest, limits: Limits) -> None:
         )
     _at_most("sampling.stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+
+
+def _check_adjustments(sampling: SamplingRequest, limits: Limits) -> None:
+    """Bias, penalties and lists of tokens: ranges, and that they leave something to choose."""
+    repetition = sampling.repetition_penalty
+    if repetition is not None and not 0 < repetition <= MAX_REPETITION_PENALTY:
+        raise invalid(
+            "sampling.repetition_penalty",
+            f"sampling.repetition_penalty is {repetition}; it must be more than 0 and at most "
+            f"{MAX_REPETITION_PENALTY}",
+        )
+    _in_range("sampling.presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _in_range("sampling.frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _at_most("sampling.logit_bias", len(sampling.logit_bias), MAX_LISTED_TOKEN_IDS)
+    for token_id, bias in sampling.logit_bias.items():
+        if not 0 <= token_id < limits.vocab_size:
+            raise invalid(
+                "sampling.logit_bias",
+                f"sampling.logit_bias has token {token_id}; ids go from 0 to {limits.vocab_size - 1}",
+            )
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise invalid(
+                "sampling.logit_bias",
+                f"sampling.logit_bias of token {token_id} is {bias}; "
+                f"it must be from {-MAX_BIAS} to {MAX_BIAS}",
+            )
+    for name, token_ids in (
+        ("sampling.allowed_token_ids", sampling.allowed_token_ids),
+        ("sampling.banned_token_ids", sampling.banned_token_ids),
+    ):
+        _at_most(name, len(token_ids), MAX_LISTED_TOKEN_IDS)
+        check_token_ids(name, token_ids, limits.vocab_size)
+    _check_choice_is_left(sampling, limits)
+
+
+def _check_choice_is_left(sampling: SamplingRequest, limits: Limits) -> None:
+    allowed, banned = set(sampling.allowed_token_ids), set(sampling.banned_token_ids)
+
+    def leaves_nothing(excluded: set[int]) -> bool:
+        return allowed <= excluded if allowed else len(excluded) >= limits.vocab_size
+
+    if leaves_nothing(banned):
+        raise invalid(
+            "sampling.banned_token_ids",
+            "sampling.banned_token_ids leaves no token to choose; one must be allowed and not banned",
+        )
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_token_ids)
+    if sampling.min_tokens and leaves_nothing(banned | ends):
+        raise invalid(
+            "sampling.min_tokens",
+            f"sampling.min_tokens is {sampling.min_tokens} and only end tokens may be chosen, which are held "
+            "back until min_tokens are out; allow another token, or leave min_tokens 0",
+        )
+
+
+def _check_features(sampling: SamplingRequest, limits: Limits) -> None:
+    """Refuses what not every executor can do. Values that mean "off" ask for nothing."""
+    needs = {
+        "prompt_logprobs": sampling.prompt_logprobs is not None and "prompt_logprobs",
+        "repetition_penalty": sampling.repetition_penalty not in {None, 1} and "penalties",
+        "presence_penalty": bool(sampling.presence_penalty) and "penalties",
+        "frequency_penalty": bool(sampling.frequency_penalty) and "penalties",
+        "logit_bias": bool(sampling.logit_bias) and "logit_bias",
+        "allowed_token_ids": bool(sampling.allowed_token_ids) and "token_lists",
+        "banned_token_ids": bool(sampling.banned_token_ids) and "token_lists",
+    }
+    if sampling.constraint is not None:
+        needs[field_of(sampling.constraint).removeprefix("sampling.")] = "constraints"
+    for name, feature in needs.items():
+        if feature and feature not in limits.features:
+            raise RequestError(
+                grpc.StatusCode.UNIMPLEMENTED,
+                f"sampling.{name} needs the ability {feature!r}, which the executors here do not all have",
+                field=f"sampling.{name}",
+            )
 
 
 def _constrained(sampling: SamplingRequest) -> SamplingRequest:

@@ -6,7 +6,7 @@ output tokens. Pure: logs and news come in, JSON values go out.
 
 from collections import abc
 
-from router.call import Ended, Grown, News
+from router.call import Ended, Grown, News, PromptSeen
 from router.http.asked import Asked
 from router.http.shapes import Json, Shape
 from router.request_log import ChoiceLog, Delta, FinishReason, RequestLog
@@ -37,9 +37,11 @@ class Answer:
             for choice in log.choices:
                 delta = choice.take_delta()
                 content = self._shape.whole(position, delta.text if delta is not None else "")
+                prompt = self._prompt(log, choice)
                 choices.append(
                     self._choice(log, choice, content)
-                    | self._logprobs(choice, delta)
+                    | prompt
+                    | _behind(prompt, self._logprobs(choice, delta))
                     | self._token_ids(delta)
                     | self._closing(choice)
                 )
@@ -51,18 +53,18 @@ class Answer:
 
     def first_chunks(self) -> list[Json]:
         """What a stream begins with, before any token."""
-        return [
-            self._chunk(self._choice(log, choice, opening))
-            for log, position in self._position.items()
-            for choice in log.choices
-            if (opening := self._shape.opening(position)) is not None
-        ]
+        return (
+            [] if self._tells_prompts else [chunk for log in self._position for chunk in self._openings(log)]
+        )
 
     def chunks(self, news: abc.Iterable[News]) -> list[Json]:
         """What a stream goes on with. Ids that complete no character bring none, unless ids were asked."""
         chunks = []
         for item in news:
             match item:
+                case PromptSeen(log):
+                    chunks += self._openings(log) if self._tells_prompts else []
+                    continue
                 case Grown(log, delta) if delta.text or delta.logprobs or self._asked.return_token_ids:
                     choice = log.choices[delta.index]
                     shown = self._choice(log, choice, self._shape.piece(delta.text))
@@ -77,6 +79,30 @@ class Answer:
     def usage_chunk(self) -> Json:
         """The last chunk of a stream whose client asked for usage."""
         return self._head | {"object": self._shape.chunk_object, "choices": [], "usage": self._usage()}
+
+    @property
+    def _tells_prompts(self) -> bool:
+        """Whether there is something about the prompts that only the model can tell."""
+        return self._asked.prompt_logprobs or self._asked.echo_logprobs is not None
+
+    def _openings(self, log: RequestLog) -> list[Json]:
+        """The first chunk of each choice, where there is something before its text."""
+        chunks = []
+        for choice in log.choices:
+            opening, prompt = self._shape.opening(self._position[log]), self._prompt(log, choice)
+            if opening is not None or prompt:
+                shown = self._choice(log, choice, self._shape.piece("") if opening is None else opening)
+                chunks.append(self._chunk(shown | prompt))
+        return chunks
+
+    def _prompt(self, log: RequestLog, choice: ChoiceLog) -> Json:
+        """What is told of the prompt: the likelihoods of an echo, and once for each prompt the list."""
+        told: Json = {}
+        if self._asked.echo_logprobs is not None:
+            told["logprobs"] = self._shape.echo_logprobs(log, self._asked.echo_logprobs)
+        if self._asked.prompt_logprobs and choice.index == 0:
+            told["prompt_logprobs"] = self._shape.prompt_logprobs(log)
+        return told
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._head | {"object": self._shape.chunk_object, "choices": [choice]}
@@ -117,3 +143,11 @@ class Answer:
                 "cached_tokens": sum(log.num_cached_tokens or 0 for log in self._position)
             },
         }
+
+
+def _behind(prompt: Json, own: Json) -> Json:
+    """A choice's own lists of likelihoods behind those of its echo, where there is one."""
+    echoed = prompt.get("logprobs")
+    if echoed is None:
+        return own
+    return {"logprobs": {name: [*echoed[name], *values] for name, values in own["logprobs"].items()}}

@@ -25,27 +25,19 @@ from rpc.errors import RequestError, invalid
 
 MAX_CHOICES_IN_ALL: Final = 128
 MAX_COMPLETION_LOGPROBS: Final = 5
+MAX_TOKEN_ID_DIGITS: Final = 18
 MAX_TIMEOUT_SECONDS: Final = 86_400.0
 # Room for the number that is put behind the id of a call to name one prompt of several.
 MAX_REQUEST_ID_CHARACTERS: Final = 124
-
-# Sampling options of the contract that are not served at this revision, with the value that means "off".
-_OFF: Final[dict[str, Any]] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "allowed_token_ids": [],
-    "banned_token_ids": [],
-    "prompt_logprobs": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One call: a request for each prompt, and how its answer is to look.
 
-    `names` says what the body calls fields of the contract, where that depends on the body.
+    `prompt_logprobs` says that the answer has a list of that name. An `echo` repeats the prompt, with
+    `echo_logprobs` the log-probabilities of its tokens too, so many alternatives each. `names` says what the
+    body calls fields of the contract, where that depends on the body.
     """
 
     requests: tuple[GenerateRequest, ...]
@@ -53,6 +45,8 @@ class Asked:
     include_usage: bool
     timeout_seconds: float | None
     echo: bool
+    echo_logprobs: int | None
+    prompt_logprobs: bool
     return_token_ids: bool
     names: abc.Mapping[str, str]
     forced: "ForcedFunction | None" = None
@@ -100,13 +94,24 @@ def completion(body: Fields) -> Asked:
     if logprobs is not None and not 0 <= logprobs <= MAX_COMPLETION_LOGPROBS:
         raise invalid("logprobs", f"logprobs is {logprobs}; it must be from 0 to {MAX_COMPLETION_LOGPROBS}")
     echo = body.flag("echo") or False
-    if echo and logprobs is not None:
-        raise _unserved("echo", "echo together with logprobs is not supported: the prompt has no logprobs")
     _only("suffix", body.text("suffix"), "")
     constraint, names = _constraint(body)
-    request = _request(body, _sampling(body, body.whole("max_tokens"), logprobs, constraint))
+    sampling = _sampling(body, body.whole("max_tokens"), logprobs, constraint)
+    has_prompt_logprobs = sampling.prompt_logprobs is not None
+    if echo and logprobs is not None:
+        names |= {} if has_prompt_logprobs else {"sampling.prompt_logprobs": "logprobs"}
+        sampling = replace(sampling, prompt_logprobs=max(logprobs, sampling.prompt_logprobs or 0))
+    request = _request(body, sampling)
     _only("best_of", body.whole("best_of"), request.n)
-    return _asked(body, request, prompts, echo=echo, names=names)
+    return _asked(
+        body,
+        request,
+        prompts,
+        echo=echo,
+        echo_logprobs=logprobs if echo else None,
+        prompt_logprobs=has_prompt_logprobs,
+        names=names,
+    )
 
 
 def chat(body: Fields) -> Asked:
@@ -134,7 +139,11 @@ def chat(body: Fields) -> Asked:
     )
     length = "max_tokens" if max_tokens is None else "max_completion_tokens"
     names |= {"sampling.logprobs": "top_logprobs", "sampling.max_tokens": length}
-    return _asked(body, _request(body, sampling), [conversation], names=names, forced=forced)
+    has_prompt_logprobs = sampling.prompt_logprobs is not None
+    request = _request(body, sampling)
+    return _asked(
+        body, request, [conversation], prompt_logprobs=has_prompt_logprobs, names=names, forced=forced
+    )
 
 
 def tokenizing(body: Fields) -> Tokenizing:
@@ -165,6 +174,8 @@ def _asked(
     prompts: abc.Sequence[str | tuple[int, ...] | Conversation],
     *,
     echo: bool = False,
+    echo_logprobs: int | None = None,
+    prompt_logprobs: bool,
     names: abc.Mapping[str, str],
     forced: ForcedFunction | None = None,
 ) -> Asked:
@@ -195,6 +206,8 @@ def _asked(
         include_usage=include_usage,
         timeout_seconds=timeout_seconds,
         echo=echo,
+        echo_logprobs=echo_logprobs,
+        prompt_logprobs=prompt_logprobs,
         return_token_ids=body.flag("return_token_ids") or False,
         names=names,
         forced=forced,
@@ -229,11 +242,6 @@ def _request(body: Fields, sampling: SamplingRequest) -> GenerateRequest:
 def _sampling(
     body: Fields, max_tokens: int | None, logprobs: int | None, constraint: Constraint | None
 ) -> SamplingRequest:
-    unserved = []
-    for name, off in _OFF.items():
-        value = body.value(name)
-        if value is not None and value != off:
-            unserved.append(name)
     return SamplingRequest(
         temperature=body.number("temperature"),
         top_p=body.number("top_p"),
@@ -246,8 +254,28 @@ def _sampling(
         stop_token_ids=body.wholes("stop_token_ids") or (),
         logprobs=logprobs,
         constraint=constraint,
-        unserved=tuple(unserved),
+        prompt_logprobs=None if body.value("prompt_logprobs") is False else body.whole("prompt_logprobs"),
+        repetition_penalty=body.number("repetition_penalty"),
+        presence_penalty=body.number("presence_penalty"),
+        frequency_penalty=body.number("frequency_penalty"),
+        logit_bias=_logit_bias(body),
+        allowed_token_ids=body.wholes("allowed_token_ids") or (),
+        banned_token_ids=body.wholes("banned_token_ids") or (),
     )
+
+
+def _logit_bias(body: Fields) -> dict[int, float]:
+    """OpenAI's object: its names are token ids."""
+    values, biases = body.fields("logit_bias"), {}
+    if values is None:
+        return {}
+    for name in values.names:
+        path = values.path_of(name[:MAX_TOKEN_ID_DIGITS])
+        digits = name[:MAX_TOKEN_ID_DIGITS]
+        if not (name.isascii() and digits.isdigit() and name == str(int(digits))):  # else two name one token
+            raise invalid("logit_bias", f"{path} names no token; names in logit_bias are token ids")
+        biases[int(name)] = values.number(name) or 0.0
+    return biases
 
 
 def _constraint(body: Fields) -> tuple[Constraint | None, dict[str, str]]:

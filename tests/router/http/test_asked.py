@@ -106,7 +106,17 @@ def test_b102_choices_are_counted_over_all_prompts() -> None:
         {"response_format": {"type": "json_object", "x": 1}},
         {"logprobs": 6},
         {"logprobs": -1},
-        {"echo": True, "logprobs": 1},
+        {"presence_penalty": "1"},
+        {"prompt_logprobs": True},
+        {"logit_bias": [1]},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"07": 1}},
+        {"logit_bias": {"1.0": 1}},
+        {"logit_bias": {"9" * 40: 1}},
+        {"logit_bias": {"5": "1"}},
+        {"allowed_token_ids": 5},
+        {"banned_token_ids": [None]},
         {"nonsense": 1},
     ],
 )
@@ -120,20 +130,36 @@ def test_unknown_stream_options_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "off", "on"),
+    ("name", "off", "on", "meant"),
     [
-        ("presence_penalty", 0, 0.5),
-        ("frequency_penalty", 0.0, -1),
-        ("repetition_penalty", 1.0, 1.1),
-        ("logit_bias", {}, {"5": 1}),
-        ("prompt_logprobs", False, 1),
+        ("presence_penalty", 0, 0.5, 0.5),
+        ("frequency_penalty", 0.0, -1, -1.0),
+        ("repetition_penalty", 1.0, 1.1, 1.1),
+        ("logit_bias", {}, {"5": 1, "7": -2.5}, {5: 1.0, 7: -2.5}),
+        ("allowed_token_ids", [], [5, 6], (5, 6)),
+        ("banned_token_ids", [], [7], (7,)),
+        ("prompt_logprobs", False, 1, 1),
     ],
 )
-def test_what_is_not_served_yet_is_taken_when_off_and_handed_on_to_be_refused(
-    name: str, off: object, on: object
+@pytest.mark.parametrize("read", [completion, chat])
+def test_bias_penalties_and_lists_arrive_and_off_is_off(
+    read: Callable[..., Asked], name: str, off: object, on: object, meant: object
 ) -> None:
-    assert completion(**{name: off}).requests[0].sampling.unserved == ()
-    assert completion(**{name: on}).requests[0].sampling.unserved == (name,)
+    assert getattr(read(**{name: on}).requests[0].sampling, name) == meant
+    limits = Limits(max_total_tokens=512, vocab_size=272)
+    assert checked(read(**{name: off}).requests[0], model="tiny", limits=limits)
+
+
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    both = completion(echo=True, logprobs=3)
+    assert (both.requests[0].sampling.prompt_logprobs, both.echo_logprobs) == (3, 3)
+    assert not both.prompt_logprobs
+    assert both.names == {"sampling.prompt_logprobs": "logprobs"}
+    more = completion(echo=True, logprobs=0, prompt_logprobs=2)
+    assert (more.requests[0].sampling.prompt_logprobs, more.echo_logprobs) == (2, 0)
+    assert more.prompt_logprobs
+    assert completion(logprobs=3).requests[0].sampling.prompt_logprobs is None
+    assert completion(echo=True).requests[0].sampling.prompt_logprobs is None
 
 
 def test_b77_null_is_as_if_absent_for_every_field_at_once() -> None:
@@ -259,6 +285,7 @@ NAMES = st.sampled_from(
         *("max_completion_tokens", "stop", "logprobs", "top_logprobs", "echo", "stream", "stream_options"),
         *("tools", "tool_choice", "response_format", "logit_bias", "timeout", "user", "suffix", "best_of"),
         *("stop_token_ids", "priority", "cache_salt", "request_id", "ignore_eos", "min_tokens"),
+        *("presence_penalty", "repetition_penalty", "allowed_token_ids", "prompt_logprobs"),
     ]
 )
 VALUES = st.recursive(
