@@ -32,6 +32,7 @@ from router.http.exchange import Exchange
 from router.http.fields import parsed
 from router.http.shapes import ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
+from router.key_file import Doorkeeper
 from router.validation import GenerateRequest
 from rpc.errors import RequestError
 
@@ -52,26 +53,36 @@ Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
 class HttpApp:
     """The door. `asgi` is what a server serves."""
 
-    def __init__(self, intake: Intake, *, max_body_bytes: int) -> None:
+    def __init__(self, intake: Intake, *, max_body_bytes: int, doorkeeper: Doorkeeper) -> None:
         self._intake = intake
+        self._doorkeeper = doorkeeper
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._closed = False
         self._cut = asyncio.Event()
         self.asgi: ASGIApp = Starlette(
             routes=[
-                Route("/v1/completions", _Endpoint(self._complete), methods=["POST"]),
-                Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
-                Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
-                Route("/v1/models/{name:path}", _Endpoint(self._model), methods=["GET"]),
-                Route("/tokenize", _Endpoint(self._tokenize), methods=["POST"]),
-                Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
+                Route("/v1/completions", self._keyed(self._complete), methods=["POST"]),
+                Route("/v1/chat/completions", self._keyed(self._chat), methods=["POST"]),
+                Route("/v1/models", self._keyed(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", self._keyed(self._model), methods=["GET"]),
+                Route("/tokenize", self._keyed(self._tokenize), methods=["POST"]),
+                Route("/detokenize", self._keyed(self._detokenize), methods=["POST"]),
                 Route("/health", _Endpoint(self._ready), methods=["GET"]),
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
             ],
             middleware=[Middleware(_SecurityHeaders)],
             exception_handlers={HTTPException: _no_such_path},
         )
+
+    def _keyed(self, handle: Handler) -> "_Endpoint":
+        """The handler, behind the door that asks for a key."""
+
+        async def handle_known(exchange: Exchange) -> None:
+            exchange.caller = self._doorkeeper.caller(exchange.request.headers.get("authorization", ""))
+            await handle(exchange)
+
+        return _Endpoint(handle_known)
 
     def close(self) -> None:
         """New calls get 503 from now on; running ones are not touched."""
@@ -103,6 +114,7 @@ class HttpApp:
             received_at=received_at,
             deadline=None if timeout_seconds is None else received_at + timeout_seconds,
             body_digest=sha256(body).digest(),
+            caller=exchange.caller,
         )
         work = self._answer(exchange, asked, shape, arrival)
         await exchange.while_wanted(work, timeout_seconds=timeout_seconds, cut=self._cut)

@@ -1,6 +1,7 @@
 """The HTTP server beside the gRPC one: uvicorn, on the same event loop, in the life that `rpc.server` leads.
 
-Signals, logs and draining are the process's own business; uvicorn only speaks HTTP/1.1 here.
+Signals, logs and draining are the process's own business; uvicorn only speaks HTTP/1.1 here. The head of a
+request may have 32 KiB, and must be in within 10 s of its first byte, or of the connection.
 """
 
 import asyncio
@@ -8,35 +9,57 @@ import contextlib
 from collections import abc
 from typing import Final
 
+import h11
+import structlog
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from router.http.app import HttpApp
 from rpc.listening import bound_socket
+from rpc.tls import Tls
 
 # Connections that are idle, or whose last bytes their client does not take, are cut after this.
 _FAREWELL_SECONDS: Final = 1
 _IDLE_SECONDS: Final = 60
 _MAX_HEAD_BYTES: Final = 32 * 1024
+_HEAD_SECONDS: Final = 10.0
+
+_log = structlog.get_logger()
 
 
 class HttpDoor:
-    """Serves an HttpApp at HOST:PORT or unix:PATH, from `open` to `stop`."""
+    """Serves an HttpApp at HOST:PORT or unix:PATH, from `open` to `stop`. With `tls` a port is HTTPS."""
 
     name = "http"
 
-    def __init__(self, app: HttpApp, listen: str) -> None:
+    def __init__(
+        self,
+        app: HttpApp,
+        listen: str,
+        *,
+        tls: Tls | None = None,
+        demand_certificates: bool = False,
+        head_seconds: float = _HEAD_SECONDS,
+    ) -> None:
         self._app = app
         self._listen = listen
+        self._tls = tls
+        self._demand_certificates = demand_certificates
+        self._head_seconds = head_seconds
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self) -> str:
         """Begins to listen; returns the address with the port that was taken. Raises StartError."""
         taken, address = bound_socket(self._listen, field="--http")
+        tls = self._tls if address.unix_path is None else None
+        context = None
+        if tls is not None:
+            context = tls.server_context(demand_certificates=self._demand_certificates)
         self._server = _Server(
             uvicorn.Config(
                 self._app.asgi,
-                http="h11",
+                http=_protocol(self._head_seconds),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -47,6 +70,7 @@ class HttpDoor:
                 timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_FAREWELL_SECONDS,
                 h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+                ssl_context_factory=None if context is None else lambda _config, _default: context,
             )
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[taken]))
@@ -73,3 +97,36 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> abc.Iterator[None]:
         """Captures none."""
         yield
+
+
+def _protocol(head_seconds: float) -> type[H11Protocol]:
+    """HTTP/1.1 that cuts a connection whose next head takes longer. uvicorn times idle ones alone."""
+
+    class TimedHead(H11Protocol):
+        _cut: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+            super().connection_made(transport)
+            self._cut = self.loop.call_later(head_seconds, self._too_slow)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._unset_cut()
+            elif self._cut is None:  # the first part of another head
+                self._cut = self.loop.call_later(head_seconds, self._too_slow)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._unset_cut()
+            super().connection_lost(exc)
+
+        def _unset_cut(self) -> None:
+            if self._cut is not None:
+                self._cut.cancel()
+                self._cut = None
+
+        def _too_slow(self) -> None:
+            _log.info("slow_head_cut", seconds=head_seconds)
+            self.transport.abort()
+
+    return TimedHead

@@ -108,7 +108,10 @@ def test_a_flag_goes_to_those_that_take_it_and_to_no_other(tmp_path: Path) -> No
         *("--listen", f"unix:{tmp_path}/scheduler.sock"),
         *("--executor", f"unix:{tmp_path}/executor.sock"),
     )
-    assert router.argv[:4] == ("--listen", "127.0.0.1:7", "--scheduler", f"unix:{tmp_path}/scheduler.sock")
+    assert router.argv[:4] == (
+        *("--listen", f"127.0.0.1:7,unix:{tmp_path}/router.sock"),
+        *("--scheduler", f"unix:{tmp_path}/scheduler.sock"),
+    )
 
     def given(flag: str) -> list[str]:
         return [one.name for one in (executor, scheduler, router) if flag in one.argv]

@@ -60,7 +60,8 @@ def serve(start: Start, tmp_path: Path) -> Serve:
     async def serving(scheduler: ScriptedScheduler | None = None, **options: Any) -> AsyncIterator[HttpRig]:
         async with start(scheduler, **options) as router:
             door = HttpDoor(
-                HttpApp(router.intake, max_body_bytes=MAX_BODY_BYTES), f"unix:{tmp_path}/http.sock"
+                HttpApp(router.intake, max_body_bytes=MAX_BODY_BYTES, doorkeeper=router.doorkeeper),
+                f"unix:{tmp_path}/http.sock",
             )
             await door.open()
             transport = httpx2.AsyncHTTPTransport(uds=f"{tmp_path}/http.sock")
