@@ -336,7 +336,6 @@ class ExecutorLoop:
             await self._client.close()
 
     async def _open(self, executor_id: str) -> Opened:
-        told = ""
         while True:
             try:
                 return await self._client.open(self._scheduler_id)
@@ -345,9 +344,6 @@ class ExecutorLoop:
             except (HeldError, EpochLostError) as error:
                 # Asking again takes nothing from the holder: it is granted only when the holder has gone.
                 reason = f"the executor at {executor_id} belongs to another scheduler ({error})"
-            if reason != told:  # one that stays away is no news at each try
-                _log.warning("executor_missing", executor=executor_id, reason=reason)
-                told = reason
             self._loop.executor_missing(executor_id, reason)
             await asyncio.sleep(RETRY_SECONDS)
 
