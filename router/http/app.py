@@ -43,6 +43,8 @@ _SECURITY_HEADERS: Final = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-store"),
 ]
+MAX_HEAD_BYTES: Final = 32 * 1024
+MAX_HEADERS: Final = 100
 _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
 
 _log = structlog.get_logger()
@@ -71,7 +73,7 @@ class HttpApp:
                 Route("/health", _Endpoint(self._ready), methods=["GET"]),
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
             ],
-            middleware=[Middleware(_SecurityHeaders)],
+            middleware=[Middleware(_SecurityHeaders), Middleware(_LimitedHead)],
             exception_handlers={HTTPException: _no_such_path},
         )
 
@@ -236,6 +238,26 @@ class _SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+class _LimitedHead:
+    """Refuses requests with too many headers, or too long ones. A server looks at heads in pieces alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        num_bytes += sum(len(name) + len(value) for name, value in headers)
+        if len(headers) <= MAX_HEADERS and num_bytes <= MAX_HEAD_BYTES:
+            await self._app(scope, receive, send)
+            return
+        message = (
+            f"the request has {len(headers)} headers and {num_bytes} bytes of them; "
+            f"at most {MAX_HEADERS} and {MAX_HEAD_BYTES} bytes are allowed"
+        )
+        await Exchange(scope, receive, send).fail(HttpError(431, "headers_too_large", message))
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

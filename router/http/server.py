@@ -1,27 +1,26 @@
 """The HTTP server beside the gRPC one: uvicorn, on the same event loop, in the life that `rpc.server` leads.
 
 Signals, logs and draining are the process's own business; uvicorn only speaks HTTP/1.1 here. The head of a
-request may have 32 KiB, and must be in within 10 s of its first byte, or of the connection.
+request must be in within 10 s of its first byte, or of the connection; how much it may hold, `app` says.
 """
 
 import asyncio
 import contextlib
 from collections import abc
-from typing import Final
+from typing import ClassVar, Final
 
 import h11
 import structlog
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from router.http.app import HttpApp
+from router.http.app import MAX_HEAD_BYTES, HttpApp
 from rpc.listening import bound_socket
 from rpc.tls import Tls
 
 # Connections that are idle, or whose last bytes their client does not take, are cut after this.
 _FAREWELL_SECONDS: Final = 1
 _IDLE_SECONDS: Final = 60
-_MAX_HEAD_BYTES: Final = 32 * 1024
 _HEAD_SECONDS: Final = 10.0
 
 _log = structlog.get_logger()
@@ -39,13 +38,11 @@ class HttpDoor:
         *,
         tls: Tls | None = None,
         demand_certificates: bool = False,
-        head_seconds: float = _HEAD_SECONDS,
     ) -> None:
         self._app = app
         self._listen = listen
         self._tls = tls
         self._demand_certificates = demand_certificates
-        self._head_seconds = head_seconds
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -59,7 +56,7 @@ class HttpDoor:
         self._server = _Server(
             uvicorn.Config(
                 self._app.asgi,
-                http=_protocol(self._head_seconds),
+                http=_TimedHead,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -69,7 +66,7 @@ class HttpDoor:
                 proxy_headers=False,
                 timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_FAREWELL_SECONDS,
-                h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ssl_context_factory=None if context is None else lambda _config, _default: context,
             )
         )
@@ -99,34 +96,39 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _protocol(head_seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 that cuts a connection whose next head takes longer. uvicorn times idle ones alone."""
+class _TimedHead(H11Protocol):
+    """HTTP/1.1 that cuts a connection whose next head takes too long. uvicorn times idle ones alone."""
 
-    class TimedHead(H11Protocol):
-        _cut: asyncio.TimerHandle | None = None
+    head_seconds: ClassVar = _HEAD_SECONDS
+    _cut: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-            super().connection_made(transport)
-            self._cut = self.loop.call_later(head_seconds, self._too_slow)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._cut = self.loop.call_later(self.head_seconds, self._too_slow)
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
-                self._unset_cut()
-            elif self._cut is None:  # the first part of another head
-                self._cut = self.loop.call_later(head_seconds, self._too_slow)
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
 
-        def connection_lost(self, exc: Exception | None) -> None:
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_cut()
+        super().connection_lost(exc)
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
             self._unset_cut()
-            super().connection_lost(exc)
+        elif self._cut is None and self.conn.trailing_data[0]:  # the first part of another head
+            self._cut = self.loop.call_later(self.head_seconds, self._too_slow)
 
-        def _unset_cut(self) -> None:
-            if self._cut is not None:
-                self._cut.cancel()
-                self._cut = None
+    def _unset_cut(self) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None
 
-        def _too_slow(self) -> None:
-            _log.info("slow_head_cut", seconds=head_seconds)
-            self.transport.abort()
-
-    return TimedHead
+    def _too_slow(self) -> None:
+        _log.info("slow_head_cut", seconds=self.head_seconds)
+        self.transport.abort()
