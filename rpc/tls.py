@@ -165,7 +165,11 @@ class _ToldHandshake(ssl.SSLObject):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a caller, for commands; each is an environment variable too."""
+    """The flags of a caller, for commands; files may be given by environment variables too.
+
+    The name may not: in the environment of a service it is that of whom the service calls, and the probe
+    beside it calls the service.
+    """
 
     def add(flag: str, sentence: str) -> None:
         variable = _PREFIX + flag.removeprefix("--").replace("-", "_").upper()
@@ -174,7 +178,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--tls-ca", "file: speak TLS, and believe whom this CA signed")
     add("--tls-cert", "file: the certificate to show")
     add("--tls-key", "file: its key")
-    add("--tls-server-name", "the name expected in the server's certificate, in place of the address's")
+    parser.add_argument(
+        "--tls-server-name",
+        default="",
+        help="the name expected in the server's certificate, in place of the address's",
+    )
 
 
 def from_flags(options: argparse.Namespace) -> Tls | None:
