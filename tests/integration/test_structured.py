@@ -167,9 +167,7 @@ def test_executors_that_cannot_constrain_are_named(tiny_model_folder: Path) -> N
 
     with (
         cluster.running(tiny_model_folder, script=Script()) as running,
-        pytest.raises(
-            grpc.RpcError, match=r"sampling\.regex needs the ability 'constraints'"
-        ) as caught,
+        pytest.raises(grpc.RpcError, match=r"sampling\.regex needs the ability 'constraints'") as caught,
     ):
         running.router.Complete(asked(1, regex="ok"), timeout=60)
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
