@@ -5,6 +5,8 @@ Rules:
   2. A choice ends once. Nothing is appended after its end.
   3. The text of a choice is a function of its ids and of the request alone, never of how deltas are cut.
   4. What the client has not taken yet is one delta for each choice, however slow the client is.
+  5. Log-probabilities of the prompt come once, for all choices, before the first token: choice 0 asks for
+     them, and only as long as they are not all here.
 
 It must not know: streams, handles, gRPC, the clock (time comes in as an argument, in seconds).
 """
@@ -14,6 +16,7 @@ import hashlib
 from collections import abc
 from dataclasses import dataclass, replace
 
+from router.constraints import Constraint
 from router.text_stream import TextStream
 
 _MASK_64 = (1 << 64) - 1
@@ -32,7 +35,11 @@ class FinishReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen, every value in force. `top_k` 0 is off; `logprobs` None is off."""
+    """How tokens are chosen, every value in force.
+
+    Off are: `top_k` 0, `logprobs` and `prompt_logprobs` None, a repetition penalty of 1, the other two
+    penalties of 0, and empty lists.
+    """
 
     temperature: float
     top_p: float
@@ -44,6 +51,14 @@ class SamplingParams:
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
     logprobs: int | None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +238,7 @@ class RequestLog:
         "choices",
         "deadline",
         "priority",
+        "prompt_logprobs",
         "prompt_token_ids",
         "received_at",
         "request_id",
@@ -256,6 +272,7 @@ class RequestLog:
         self.received_at = received_at
         self.submitted_at: float | None = None
         self.accepted = False
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         end_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             end_token_ids |= eos_token_ids
@@ -263,7 +280,11 @@ class RequestLog:
             ChoiceLog(
                 key=choice_key(tenant, request_id, index),
                 index=index,
-                sampling=replace(sampling, seed=choice_seed(sampling.seed, index)),
+                sampling=replace(
+                    sampling,
+                    seed=choice_seed(sampling.seed, index),
+                    prompt_logprobs=sampling.prompt_logprobs if index == 0 else None,
+                ),
                 text=text,
                 end_token_ids=end_token_ids,
             )
@@ -274,6 +295,27 @@ class RequestLog:
     def taken_in(self) -> bool:
         """Whether a scheduler has taken every choice in."""
         return all(choice.taken_in for choice in self.choices)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt were asked for and are not all here."""
+        if self.choices[0].sampling.prompt_logprobs is None:
+            return False
+        return len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
+
+    @property
+    def num_prompt_numbers(self) -> int:
+        """Log-probabilities that its answers will carry for the prompt: one a token, and its alternatives."""
+        num_top = self.choices[0].sampling.prompt_logprobs
+        if num_top is None:
+            return 0
+        return (len(self.prompt_token_ids) - 1) * (1 + num_top) * len(self.choices)
+
+    def take_prompt_logprobs(self, first_position: int, entries: abc.Sequence[TokenLogprobs]) -> None:
+        """Takes in those of the tokens from `first_position` (>= 1) on. What was here before is dropped."""
+        num_known = first_position - 1
+        assert num_known <= len(self.prompt_logprobs), "they come without a gap"
+        self.prompt_logprobs += entries[len(self.prompt_logprobs) - num_known :]
 
     @property
     def ended(self) -> bool:

@@ -50,6 +50,7 @@ def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
         tokenizer_fingerprint=message.fingerprints.tokenizer,
         numerics_fingerprint=message.fingerprints.numerics,
         dtype=message.dtype,
+        features=frozenset(message.features),
     )
 
 
@@ -79,6 +80,7 @@ def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: f
         arrival=now - message.waited_ms / 1000,
         accepted_before=message.accepted_before,
         want_logprobs=sampling.HasField("logprobs"),
+        want_prompt_logprobs=sampling.HasField("prompt_logprobs"),
     )
 
 
@@ -111,6 +113,7 @@ def _new_sequence_message(item: NewSequence) -> executor_pb2.NewSequence:
         num_prompt_tokens=item.num_prompt_tokens,
         num_computed_tokens=item.num_computed_tokens,
         block_ids=item.block_ids,
+        prompt_logprobs_from=item.prompt_logprobs_from,
     )
     message.sampling.MergeFromString(item.sampling)
     return message
@@ -125,6 +128,9 @@ def result_of(message: executor_pb2.StepResult) -> StepResult:
         num_sampled=list(message.num_sampled),
         token_ids=list(message.token_ids),
         logprobs={item.seq_id: list(item.tokens) for item in message.logprobs},
+        prompt_logprobs={
+            item.seq_id: (item.first_position, list(item.tokens)) for item in message.prompt_logprobs
+        },
         finished=[
             FinishedSequence(
                 item.seq_id,
@@ -148,7 +154,7 @@ def _status_code(number: int) -> StatusCode:
 
 
 def welcome_message(
-    scheduler_id: str, term: int, max_total_tokens: int, capacity: Capacity
+    scheduler_id: str, term: int, max_total_tokens: int, capacity: Capacity, features: Iterable[str]
 ) -> scheduler_pb2.SchedulerMessage:
     """What a router must know of the model."""
     welcome = scheduler_pb2.Welcome(
@@ -164,6 +170,7 @@ def welcome_message(
             numerics=capacity.numerics_fingerprint,
         ),
         dtype=capacity.dtype,
+        features=sorted(features),
     )
     return scheduler_pb2.SchedulerMessage(welcome=welcome)
 
@@ -187,6 +194,12 @@ def output_message(output: StepOutput, step_id: int) -> scheduler_pb2.SchedulerM
             logprobs=[
                 scheduler_pb2.SequenceLogprobs(handle=handle, tokens=_token_logprobs(entries))
                 for handle, entries in output.logprobs
+            ],
+            prompt_logprobs=[
+                scheduler_pb2.SequencePromptLogprobs(
+                    handle=handle, first_position=first_position, tokens=_token_logprobs(entries)
+                )
+                for handle, first_position, entries in output.prompt_logprobs
             ],
             finished=[_finished_message(item) for item in output.finished],
             started=[

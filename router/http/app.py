@@ -11,7 +11,7 @@ import uuid
 from collections import abc
 from dataclasses import replace
 from hashlib import sha256
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
 import structlog
@@ -29,8 +29,8 @@ from router.http.answers import Answer
 from router.http.asked import Asked
 from router.http.errors import HttpError
 from router.http.exchange import Exchange
-from router.http.fields import parsed
-from router.http.shapes import ChatShape, CompletionShape, Shape
+from router.http.fields import Fields, parsed
+from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
 from router.validation import GenerateRequest
@@ -46,9 +46,12 @@ _SECURITY_HEADERS: Final = [
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_HEADERS: Final = 100
 _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
+# Bodies up to this long are read at once (about a millisecond).
+_INLINE_BYTES: Final = 64 * 1024
 
 _log = structlog.get_logger()
 
+_T = TypeVar("_T")
 Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
 
 
@@ -98,16 +101,23 @@ class HttpApp:
 
     async def _complete(self, exchange: Exchange) -> None:
         body = await self._body(exchange)
-        asked = bodies.completion(parsed(body))
+        asked = await _read(body, bodies.completion)
         exchange.names = asked.names
         echoes = [await self._prompt_text(request) for request in asked.requests] if asked.echo else None
         await self._generate(exchange, body, asked, CompletionShape(self._intake.model.tokenizer, echoes))
 
     async def _chat(self, exchange: Exchange) -> None:
         body = await self._body(exchange)
-        asked = bodies.chat(parsed(body))
+        asked = await _read(body, bodies.chat)
         exchange.names = asked.names
-        await self._generate(exchange, body, asked, ChatShape(self._intake.model.tokenizer))
+        await self._generate(exchange, body, asked, self._chat_shape(asked))
+
+    def _chat_shape(self, asked: Asked) -> Shape:
+        tokenizer, forced = self._intake.model.tokenizer, asked.forced
+        if forced is None:
+            return ChatShape(tokenizer)
+        call_id = f"call_{uuid.uuid4().hex}"
+        return CallShape(tokenizer, function=forced.name, call_id=call_id, stop_word=forced.finish_reason)
 
     async def _generate(self, exchange: Exchange, body: bytes, asked: Asked, shape: Shape) -> None:
         received_at = time.monotonic()
@@ -115,7 +125,7 @@ class HttpApp:
         arrival = Arrival(
             received_at=received_at,
             deadline=None if timeout_seconds is None else received_at + timeout_seconds,
-            body_digest=sha256(body).digest(),
+            body_digest=await _off_loop(len(body), lambda: sha256(body).digest()),
             caller=exchange.caller,
         )
         work = self._answer(exchange, asked, shape, arrival)
@@ -181,7 +191,7 @@ class HttpApp:
         }
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        asked = bodies.tokenizing(parsed(await self._body(exchange)))
+        asked = await _read(await self._body(exchange), bodies.tokenizing)
         self._intake.check_model(asked.model)
         tokens = await self._intake.tokenize(asked.prompt)
         max_model_len = self._intake.welcome().max_total_tokens
@@ -189,7 +199,7 @@ class HttpApp:
 
     async def _detokenize(self, exchange: Exchange) -> None:
         exchange.names = {"token_ids": "tokens"}
-        asked = bodies.detokenizing(parsed(await self._body(exchange)))
+        asked = await _read(await self._body(exchange), bodies.detokenizing)
         self._intake.check_model(asked.model)
         text = await self._intake.detokenize(asked.token_ids, include_special=asked.include_special)
         await exchange.answer({"prompt": text})
@@ -199,6 +209,16 @@ class HttpApp:
         if refusal is not None:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
         await exchange.answer({"status": "ok"})
+
+
+async def _read(body: bytes, read: abc.Callable[[Fields], _T]) -> _T:
+    """What a body asks for."""
+    return await _off_loop(len(body), lambda: read(parsed(body)))
+
+
+async def _off_loop(num_bytes: int, work: abc.Callable[[], _T]) -> _T:
+    """What the work returns: done at once when it is little, else in a thread, and the loop goes on."""
+    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
 class _Endpoint:
