@@ -5,7 +5,7 @@ import uuid
 from functools import partial
 
 from protos.v1 import router_pb2, router_pb2_grpc
-from router import model_files
+from router import model_files, validation
 from router.config import RouterSettings
 from router.intake import Intake, ServedModel
 from router.model_files import GenerationDefaults
@@ -70,23 +70,31 @@ async def run_router() -> int:
             health=health,
             run=schedulers.run,
             drain=intake.drain,
-            side_doors=[_http_door(intake, settings)] if settings.http else [],
+            side_doors=[_http_door(intake, schedulers, settings)] if settings.http else [],
         )
     finally:
         intake.close()
 
 
-def _http_door(intake: Intake, settings: RouterSettings) -> SideDoor:
+def _http_door(intake: Intake, schedulers: SchedulerPool, settings: RouterSettings) -> SideDoor:
     """The HTTP door. Its libraries are an extra. Raises StartError when they are not there."""
     try:
         from router.http.app import HttpApp
+        from router.http.live import Live
         from router.http.server import HttpDoor
     except ImportError as error:
         raise StartError(
             f"--http needs libraries that are not installed ({error.name}); "
             "`pip install 'chairlift[router,http]'` brings them"
         ) from error
-    return HttpDoor(HttpApp(intake, max_body_bytes=settings.max_message_bytes), settings.http)
+    live = Live([client.steps for client in schedulers.clients], intake.latencies, lambda: intake.refusal)
+
+    async def explain(request_id: str) -> dict[str, object]:
+        validation.check_request_id(request_id)
+        return await schedulers.place(request_id).time_line(request_id)
+
+    app = HttpApp(intake, live, explain, max_body_bytes=settings.max_message_bytes)
+    return HttpDoor(app, settings.http)
 
 
 def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:

@@ -23,6 +23,7 @@ import structlog
 from router import validation
 from router.call import Call
 from router.chat import ChatError
+from router.latencies import Latencies
 from router.request_log import End, FinishReason, RequestLog
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import Welcome
@@ -68,6 +69,7 @@ class Intake:
 
     def __init__(self, *, model: ServedModel, schedulers: SchedulerPool) -> None:
         self.model = model
+        self.latencies = Latencies()
         self._schedulers = schedulers
         self._live_ids: set[str] = set()
         self._idle = asyncio.Event()
@@ -176,6 +178,7 @@ class Intake:
             body_digest=arrival.body_digest,
             deadline=arrival.deadline,
             received_at=arrival.received_at,
+            latencies=self.latencies,
         )
         return scheduler, log
 

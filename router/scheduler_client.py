@@ -19,6 +19,7 @@ from protos.v1 import router_pb2, scheduler_pb2_grpc
 from protos.v1.scheduler_pb2 import RouterMessage, SchedulerMessage
 from router import wire
 from router.request_log import End, RequestLog
+from router.ride import Step
 from router.scheduler_session import (
     Event,
     Progressed,
@@ -109,6 +110,10 @@ class SchedulerClient:
         except grpc.aio.AioRpcError as error:
             raise from_call(error) from error
 
+    async def time_line(self, request_id: str) -> dict[str, object]:
+        """Where one request's time went, as plain values. Raises RequestError."""
+        return wire.time_line(await self.explain(router_pb2.ExplainRequest(request_id=request_id)))
+
     async def watch(self, request: router_pb2.WatchRequest) -> abc.AsyncGenerator[router_pb2.StepSummary]:
         """The scheduler's step summaries. Raises RequestError with the scheduler's status."""
         call = self._stub.Watch(request)
@@ -119,6 +124,12 @@ class SchedulerClient:
             raise from_call(error) from error
         finally:
             call.cancel()
+
+    async def steps(self) -> abc.AsyncGenerator[Step]:
+        """The same, in local words. Raises RequestError when the scheduler is away or goes."""
+        async with contextlib.aclosing(self.watch(router_pb2.WatchRequest())) as summaries:
+            async for summary in summaries:
+                yield wire.step(summary)
 
     # --- the stream ---------------------------------------------------------------------------------
 

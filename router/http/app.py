@@ -6,6 +6,7 @@ requests: `asked` reads them, `intake` takes them in, `answers` words what becom
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections import abc
@@ -24,12 +25,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http import asked as bodies
-from router.http import errors
+from router.http import errors, page
 from router.http.answers import Answer
 from router.http.asked import Asked
 from router.http.errors import HttpError
 from router.http.exchange import Exchange
 from router.http.fields import parsed
+from router.http.live import Live
 from router.http.shapes import ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
 from router.validation import GenerateRequest
@@ -47,13 +49,17 @@ _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
 _log = structlog.get_logger()
 
 Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
+Explain = abc.Callable[[str], abc.Awaitable[dict[str, object]]]
 
 
 class HttpApp:
     """The door. `asgi` is what a server serves."""
 
-    def __init__(self, intake: Intake, *, max_body_bytes: int) -> None:
+    def __init__(self, intake: Intake, live: Live, explain: Explain, *, max_body_bytes: int) -> None:
+        """`explain` tells one request's time line by its id."""
         self._intake = intake
+        self._live = live
+        self._explain = explain
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._closed = False
@@ -68,6 +74,9 @@ class HttpApp:
                 Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
                 Route("/health", _Endpoint(self._ready), methods=["GET"]),
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
+                Route("/live", _Endpoint(self._watch), methods=["GET"]),
+                Route("/live/requests/{request_id:path}", _Endpoint(self._time_line), methods=["GET"]),
+                *page.routes(),
             ],
             middleware=[Middleware(_SecurityHeaders)],
             exception_handlers={HTTPException: _no_such_path},
@@ -180,6 +189,23 @@ class HttpApp:
         text = await self._intake.detokenize(asked.token_ids, include_special=asked.include_special)
         await exchange.answer({"prompt": text})
 
+    # --- the live page ------------------------------------------------------------------------------
+
+    async def _watch(self, exchange: Exchange) -> None:
+        if self._closed or self._live.is_full:
+            refusal = "shutting down" if self._closed else "too many pages look at this router"
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
+        await exchange.while_wanted(self._frames(exchange), timeout_seconds=None, cut=self._cut)
+
+    async def _frames(self, exchange: Exchange) -> None:
+        await exchange.begin_events({})
+        async with contextlib.aclosing(self._live.events()) as events:
+            async for frames in events:
+                await exchange.raw_event("[" + ",".join(frames) + "]")
+
+    async def _time_line(self, exchange: Exchange) -> None:
+        await exchange.answer(await self._explain(exchange.request.path_params["request_id"]))
+
     async def _ready(self, exchange: Exchange) -> None:
         refusal = "shutting down" if self._closed else self._intake.refusal
         if refusal is not None:
@@ -220,7 +246,9 @@ class _SecurityHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_SECURITY_HEADERS]
+                given = message.get("headers", [])
+                names = {name for name, _ in given}  # a page says for itself what it may load
+                message["headers"] = [*given, *(pair for pair in _SECURITY_HEADERS if pair[0] not in names)]
             await send(message)
 
         await self._app(scope, receive, send_with_headers)

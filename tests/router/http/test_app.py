@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2
 import pytest
 
 from protos.v1 import common_pb2
 from router.http.app import HttpApp
+from router.http.live import Live
 from router.http.server import HttpDoor
+from router.latencies import Latencies
+from rpc.errors import RequestError
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router.stack import Rig, Start, letters
@@ -51,6 +55,14 @@ class HttpRig:
         return response.status_code, response.json()["error"]
 
 
+def nothing_to_see() -> Live:
+    return Live([], Latencies(), lambda: None)
+
+
+async def no_story(request_id: str) -> dict[str, object]:
+    raise RequestError(grpc.StatusCode.NOT_FOUND, f"nothing is known of {request_id!r}")
+
+
 Serve = Callable[..., contextlib.AbstractAsyncContextManager[HttpRig]]
 
 
@@ -60,7 +72,8 @@ def serve(start: Start, tmp_path: Path) -> Serve:
     async def serving(scheduler: ScriptedScheduler | None = None, **options: Any) -> AsyncIterator[HttpRig]:
         async with start(scheduler, **options) as router:
             door = HttpDoor(
-                HttpApp(router.intake, max_body_bytes=MAX_BODY_BYTES), f"unix:{tmp_path}/http.sock"
+                HttpApp(router.intake, nothing_to_see(), no_story, max_body_bytes=MAX_BODY_BYTES),
+                f"unix:{tmp_path}/http.sock",
             )
             await door.open()
             transport = httpx2.AsyncHTTPTransport(uds=f"{tmp_path}/http.sock")
