@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router import keys
 from router.http import asked as bodies
 from router.http import errors, page
 from router.http.answers import Answer
@@ -34,6 +35,7 @@ from router.http.fields import parsed
 from router.http.live import Live
 from router.http.shapes import ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
+from router.key_file import Doorkeeper
 from router.validation import GenerateRequest
 from rpc.errors import RequestError
 
@@ -44,43 +46,53 @@ _SECURITY_HEADERS: Final = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-store"),
 ]
+MAX_HEAD_BYTES: Final = 32 * 1024
+MAX_HEADERS: Final = 100
 _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
 
 _log = structlog.get_logger()
 
 Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
-Explain = abc.Callable[[str], abc.Awaitable[dict[str, object]]]
 
 
 class HttpApp:
     """The door. `asgi` is what a server serves."""
 
-    def __init__(self, intake: Intake, live: Live, explain: Explain, *, max_body_bytes: int) -> None:
-        """`explain` tells one request's time line by its id."""
+    def __init__(
+        self, intake: Intake, *, max_body_bytes: int, doorkeeper: Doorkeeper, live: Live | None = None
+    ) -> None:
+        """With `live` the door shows the live page as well."""
         self._intake = intake
         self._live = live
-        self._explain = explain
+        self._doorkeeper = doorkeeper
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._closed = False
         self._cut = asyncio.Event()
         self.asgi: ASGIApp = Starlette(
             routes=[
-                Route("/v1/completions", _Endpoint(self._complete), methods=["POST"]),
-                Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
-                Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
-                Route("/v1/models/{name:path}", _Endpoint(self._model), methods=["GET"]),
-                Route("/tokenize", _Endpoint(self._tokenize), methods=["POST"]),
-                Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
+                Route("/v1/completions", self._keyed(self._complete), methods=["POST"]),
+                Route("/v1/chat/completions", self._keyed(self._chat), methods=["POST"]),
+                Route("/v1/models", self._keyed(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", self._keyed(self._model), methods=["GET"]),
+                Route("/tokenize", self._keyed(self._tokenize), methods=["POST"]),
+                Route("/detokenize", self._keyed(self._detokenize), methods=["POST"]),
                 Route("/health", _Endpoint(self._ready), methods=["GET"]),
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
-                Route("/live", _Endpoint(self._watch), methods=["GET"]),
-                Route("/live/requests/{request_id:path}", _Endpoint(self._time_line), methods=["GET"]),
-                *page.routes(),
+                *([] if live is None else self._page_routes(live)),
             ],
-            middleware=[Middleware(_SecurityHeaders)],
+            middleware=[Middleware(_SecurityHeaders), Middleware(_LimitedHead)],
             exception_handlers={HTTPException: _no_such_path},
         )
+
+    def _keyed(self, handle: Handler) -> "_Endpoint":
+        """The handler, behind the door that asks for a key."""
+
+        async def handle_known(exchange: Exchange) -> None:
+            exchange.caller = self._doorkeeper.caller(exchange.request.headers.get("authorization", ""))
+            await handle(exchange)
+
+        return _Endpoint(handle_known)
 
     def close(self) -> None:
         """New calls get 503 from now on; running ones are not touched."""
@@ -112,6 +124,7 @@ class HttpApp:
             received_at=received_at,
             deadline=None if timeout_seconds is None else received_at + timeout_seconds,
             body_digest=sha256(body).digest(),
+            caller=exchange.caller,
         )
         work = self._answer(exchange, asked, shape, arrival)
         await exchange.while_wanted(work, timeout_seconds=timeout_seconds, cut=self._cut)
@@ -191,20 +204,23 @@ class HttpApp:
 
     # --- the live page ------------------------------------------------------------------------------
 
-    async def _watch(self, exchange: Exchange) -> None:
-        if self._closed or self._live.is_full:
-            refusal = "shutting down" if self._closed else "too many pages look at this router"
-            raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
-        await exchange.while_wanted(self._frames(exchange), timeout_seconds=None, cut=self._cut)
+    def _page_routes(self, live: Live) -> list[Route]:
+        async def watch(exchange: Exchange) -> None:
+            keys.check_admin(exchange.caller, "the live page")
+            if self._closed or live.is_full:
+                refusal = "the server is shutting down" if self._closed else "too many pages are open"
+                raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
+            await exchange.while_wanted(_frames(live, exchange), timeout_seconds=None, cut=self._cut)
 
-    async def _frames(self, exchange: Exchange) -> None:
-        await exchange.begin_events({})
-        async with contextlib.aclosing(self._live.events()) as events:
-            async for frames in events:
-                await exchange.raw_event("[" + ",".join(frames) + "]")
+        async def tell_story(exchange: Exchange) -> None:
+            request_id = exchange.request.path_params["request_id"]
+            await exchange.answer(await live.story(request_id, exchange.caller.tenant))
 
-    async def _time_line(self, exchange: Exchange) -> None:
-        await exchange.answer(await self._explain(exchange.request.path_params["request_id"]))
+        return [
+            Route("/live", self._keyed(watch), methods=["GET"]),
+            Route("/live/requests/{request_id:path}", self._keyed(tell_story), methods=["GET"]),
+            *page.routes(),
+        ]
 
     async def _ready(self, exchange: Exchange) -> None:
         refusal = "shutting down" if self._closed else self._intake.refusal
@@ -237,6 +253,14 @@ class _Endpoint:
             await exchange.fail(defect)
 
 
+async def _frames(live: Live, exchange: Exchange) -> None:
+    """Sends what there is to see for as long as the page is open."""
+    await exchange.begin_events({})
+    async with contextlib.aclosing(live.events()) as events:
+        async for frames in events:
+            await exchange.raw_event("[" + ",".join(frames) + "]")
+
+
 class _SecurityHeaders:
     """Puts the headers that browsers heed on every response. No CORS header is among them."""
 
@@ -252,6 +276,26 @@ class _SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+class _LimitedHead:
+    """Refuses requests with too many headers, or too long ones. A server looks at heads in pieces alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        num_bytes += sum(len(name) + len(value) for name, value in headers)
+        if len(headers) <= MAX_HEADERS and num_bytes <= MAX_HEAD_BYTES:
+            await self._app(scope, receive, send)
+            return
+        message = (
+            f"the request has {len(headers)} headers and {num_bytes} bytes of them; "
+            f"at most {MAX_HEADERS} and {MAX_HEAD_BYTES} bytes are allowed"
+        )
+        await Exchange(scope, receive, send).fail(HttpError(431, "headers_too_large", message))
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

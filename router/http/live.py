@@ -28,6 +28,9 @@ _log = structlog.get_logger()
 # Reads one scheduler's steps until its stream ends, which is a RequestError.
 Source = abc.Callable[[], abc.AsyncGenerator[Step]]
 
+# One request's time line, by its id and tenant; RequestError when there is none.
+Story = abc.Callable[[str, str], abc.Awaitable[dict[str, object]]]
+
 
 class Looker:
     """One page that is open: the frames it has not been sent yet, encoded."""
@@ -61,9 +64,15 @@ class Live:
     """Who looks, and what there is to see."""
 
     def __init__(
-        self, sources: abc.Sequence[Source], latencies: Latencies, refusal: abc.Callable[[], str | None]
+        self,
+        sources: abc.Sequence[Source],
+        latencies: Latencies,
+        *,
+        refusal: abc.Callable[[], str | None],
+        story: Story,
     ) -> None:
-        """`refusal` tells why no request is taken, None when one is."""
+        """`refusal` tells why no request is taken, None when one is; `story` one request's time line."""
+        self.story = story
         self._sources = sources
         self._latencies = latencies
         self._refusal = refusal

@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx2
 import pytest
 
 from protos.v1 import common_pb2
 from router.http.app import HttpApp
-from router.http.live import Live
 from router.http.server import HttpDoor
-from router.latencies import Latencies
-from rpc.errors import RequestError
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router.stack import Rig, Start, letters
@@ -55,14 +51,6 @@ class HttpRig:
         return response.status_code, response.json()["error"]
 
 
-def nothing_to_see() -> Live:
-    return Live([], Latencies(), lambda: None)
-
-
-async def no_story(request_id: str) -> dict[str, object]:
-    raise RequestError(grpc.StatusCode.NOT_FOUND, f"nothing is known of {request_id!r}")
-
-
 Serve = Callable[..., contextlib.AbstractAsyncContextManager[HttpRig]]
 
 
@@ -72,7 +60,7 @@ def serve(start: Start, tmp_path: Path) -> Serve:
     async def serving(scheduler: ScriptedScheduler | None = None, **options: Any) -> AsyncIterator[HttpRig]:
         async with start(scheduler, **options) as router:
             door = HttpDoor(
-                HttpApp(router.intake, nothing_to_see(), no_story, max_body_bytes=MAX_BODY_BYTES),
+                HttpApp(router.intake, max_body_bytes=MAX_BODY_BYTES, doorkeeper=router.doorkeeper),
                 f"unix:{tmp_path}/http.sock",
             )
             await door.open()
@@ -542,3 +530,18 @@ async def test_b87_what_runs_when_the_grace_is_over_is_told_so(serve: Serve, str
         assert "shutting down" in response.text
         assert "[DONE]" not in response.text
         await rig.router.quiet()
+
+
+@pytest.mark.parametrize(
+    "headers", [{f"x-{i}": "y" for i in range(101)}, {"x-long": "a" * 32 * 1024}], ids=["many", "long"]
+)
+async def test_b104_a_head_beyond_the_limits_is_refused_by_name(
+    serve: Serve, headers: dict[str, str]
+) -> None:
+    async with serve() as rig:
+        response = await rig.client.get("/health", headers=headers)
+        if response.status_code != 400:  # it came in pieces, and its end was not waited for
+            assert response.status_code == 431
+            assert response.json()["error"]["code"] == "headers_too_large"
+            assert "at most 100 and 32768 bytes are allowed" in response.json()["error"]["message"]
+        assert (await rig.client.get("/health")).status_code == 200

@@ -4,13 +4,18 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 
 from router.http import live
+from router.http.app import HttpApp
 from router.http.live import Live, Looker
+from router.intake import Intake
+from router.key_file import Doorkeeper
 from router.latencies import Latencies
 from router.ride import Rider, Step
 from rpc.errors import RequestError
+from tests.router.stack import Start
 
 
 def step(step_id: int, *seq_ids: int, executor: str = "e") -> Step:
@@ -43,8 +48,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_RETRY_SECONDS", 0.0)
 
 
+async def no_story(request_id: str, tenant: str) -> dict[str, object]:
+    raise RequestError(grpc.StatusCode.NOT_FOUND, f"nothing is known of {request_id!r}")
+
+
 def looked_at(*schedulers: Scheduler) -> Live:
-    return Live([one.source for one in schedulers], Latencies(), lambda: None)
+    return Live([one.source for one in schedulers], Latencies(), refusal=lambda: None, story=no_story)
 
 
 async def next_frames(events: AsyncGenerator[list[str]], wanted: str = "executor") -> list[dict[str, Any]]:
@@ -140,3 +149,37 @@ def test_a_looker_that_is_behind_holds_nothing() -> None:
     for i in range(live.MAX_FRAMES_PENDING + 5):
         looker.offer(str(i))
     assert (looker.pending, looker.is_behind, looker.num_missed) == ([], True, live.MAX_FRAMES_PENDING + 5)
+
+
+# --- at the door --------------------------------------------------------------------------------------------
+
+
+def at_the_door(page: Live, doorkeeper: Doorkeeper, intake: Intake) -> httpx2.AsyncClient:
+    app = HttpApp(intake, max_body_bytes=1024, doorkeeper=doorkeeper, live=page)
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app.asgi), base_url="http://localhost")
+
+
+async def test_a_story_is_told_to_its_owner(start: Start) -> None:
+    asked = []
+
+    async def story(request_id: str, tenant: str) -> dict[str, object]:
+        asked.append((request_id, tenant))
+        return {"request_id": request_id, "entries": []}
+
+    async with start() as rig:
+        page = Live([], Latencies(), refusal=lambda: None, story=story)
+        async with at_the_door(page, rig.doorkeeper, rig.intake) as client:
+            told = await client.get("/live/requests/a/b")
+            assert told.json() == {"request_id": "a/b", "entries": []}
+            assert asked == [("a/b", "")]
+            missing = at_the_door(looked_at(), rig.doorkeeper, rig.intake)
+            assert (await missing.get("/live/requests/x")).status_code == 404
+
+
+async def test_the_page_is_served_and_looks_at_nobody_elses_things(start: Start) -> None:
+    async with start() as rig, at_the_door(looked_at(), rig.doorkeeper, rig.intake) as client:
+        index = await client.get("/")
+        assert index.headers["content-type"] == "text/html; charset=utf-8"
+        assert "script-src 'self'" in index.headers["content-security-policy"]
+        assert index.headers["x-content-type-options"] == "nosniff"
+        assert len(index.headers.get_list("content-security-policy")) == 1
