@@ -25,6 +25,7 @@ from router.call import Call
 from router.chat import ChatError
 from router.constraint_checks import ConstraintChecks
 from router.keys import ANYBODY, Caller
+from router.latencies import Latencies
 from router.request_log import End, FinishReason, RequestLog
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import Welcome
@@ -71,6 +72,7 @@ class Intake:
 
     def __init__(self, *, model: ServedModel, schedulers: SchedulerPool) -> None:
         self.model = model
+        self.latencies = Latencies()
         self._schedulers = schedulers
         self._live_ids: set[tuple[str, str]] = set()  # tenant and request id
         self._idle = asyncio.Event()
@@ -186,6 +188,7 @@ class Intake:
             body_digest=arrival.body_digest,
             deadline=arrival.deadline,
             received_at=arrival.received_at,
+            latencies=self.latencies,
         )
         return scheduler, log
 

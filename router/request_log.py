@@ -17,6 +17,7 @@ from collections import abc
 from dataclasses import dataclass, replace
 
 from router.constraints import Constraint
+from router.latencies import Latencies
 from router.text_stream import TextStream
 
 _MASK_64 = (1 << 64) - 1
@@ -128,6 +129,8 @@ class ChoiceLog:
 
     __slots__ = (
         "_end_token_ids",
+        "_last_token_at",
+        "_latencies",
         "_num_taken",
         "_pending_logprobs",
         "_pending_text",
@@ -151,6 +154,8 @@ class ChoiceLog:
         sampling: SamplingParams,
         text: TextStream,
         end_token_ids: frozenset[int],
+        received_at: float,
+        latencies: Latencies,
     ) -> None:
         self.key = key
         self.index = index
@@ -163,6 +168,8 @@ class ChoiceLog:
         self.taken_in = False  # by a scheduler: it will end exactly once
         self._text = text
         self._end_token_ids = end_token_ids
+        self._last_token_at = received_at
+        self._latencies = latencies
         self._num_taken = 0
         self._pending_text: list[str] = []
         self._pending_logprobs: list[TokenLogprobs] = []
@@ -183,8 +190,12 @@ class ChoiceLog:
         When one of them completes a stop string the choice ends there, and the ids after it are dropped.
         """
         assert self.end is None, "a choice takes nothing in after its end"
-        if token_ids and self.first_token_at is None:
-            self.first_token_at = now
+        if token_ids:
+            first = self.first_token_at is None
+            self._latencies.tokens(len(token_ids), since=self._last_token_at, first=first, now=now)
+            self._last_token_at = now
+            if first:
+                self.first_token_at = now
         for position, token_id in enumerate(token_ids):
             self.output_token_ids.append(token_id)
             if logprobs:
@@ -260,8 +271,9 @@ class RequestLog:
         body_digest: bytes,
         deadline: float | None,
         received_at: float,
+        latencies: Latencies | None = None,
     ) -> None:
-        """Begins a log with one choice for each of `texts`."""
+        """Begins a log with one choice for each of `texts`. `latencies` counts how long tokens take."""
         self.request_id = request_id
         self.tenant = tenant
         self.prompt_token_ids = prompt_token_ids
@@ -287,6 +299,8 @@ class RequestLog:
                 ),
                 text=text,
                 end_token_ids=end_token_ids,
+                received_at=received_at,
+                latencies=latencies or Latencies(),
             )
             for index, text in enumerate(texts)
         )

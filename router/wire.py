@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protos.v1 import common_pb2, router_pb2, scheduler_pb2
+from router import ride
 from router import scheduler_session as session
 from router.call import Ended, Grown, News, PromptSeen
 from router.constraints import Choice, Constraint, JsonSchema, Regex
@@ -364,6 +365,65 @@ def _step_output(output: scheduler_pb2.StepOutput) -> session.StepOutput:
             for row in output.prompt_logprobs
         },
     )
+
+
+def step(summary: router_pb2.StepSummary) -> ride.Step:
+    """One iteration, for those who look."""
+    return ride.Step(
+        executor_id=summary.executor_id,
+        step_id=summary.step_id,
+        time_seconds=summary.time_seconds,
+        riders=tuple(
+            ride.Rider(
+                member.seq_id,
+                member.request_id,
+                member.index,
+                member.num_tokens,
+                member.prefill,
+                member.padding,
+            )
+            for member in summary.members
+        ),
+        leavers=tuple(ride.Leaver(leaver.seq_id, _leaving_reason(leaver.reason)) for leaver in summary.left),
+        num_dropped=summary.num_dropped,
+        gauges={
+            "running": summary.num_running,
+            "waiting": summary.num_waiting,
+            "groups": [[group.priority, group.tenant, group.num_waiting] for group in summary.waiting],
+            "seats": summary.max_num_seqs,
+            "blocks": summary.num_blocks,
+            "free": summary.num_free_blocks,
+            "cached": summary.num_cached_blocks,
+            "preempted": summary.num_preempted,
+            "plan_bytes": summary.num_plan_bytes,
+            "step_us": summary.previous_step_us,
+            "idle_us": summary.previous_idle_us,
+        },
+    )
+
+
+def time_line(response: router_pb2.ExplainResponse) -> dict[str, object]:
+    """One request's time line as plain values, seconds since it came in."""
+    return {
+        "request_id": response.request_id,
+        "entries": [
+            {
+                "index": entry.index,
+                "start": entry.start_seconds,
+                "duration": entry.duration_seconds,
+                "reason": entry.reason,
+                "step": entry.step_id,
+                "detail": entry.detail,
+            }
+            for entry in response.entries
+        ],
+    }
+
+
+def _leaving_reason(reason: common_pb2.FinishReason.ValueType) -> str:
+    if reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+        return ride.PREEMPTED
+    return common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
 
 
 def _finished(row: scheduler_pb2.SequenceFinished) -> session.SequenceFinished:

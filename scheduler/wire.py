@@ -1,6 +1,8 @@
 """Protobuf messages to the scheduler's own values and back: the one place where the two meet."""
 
-from collections.abc import Iterable
+import heapq
+import operator
+from collections.abc import Iterable, Mapping
 
 from protos.v1 import common_pb2, executor_pb2, router_pb2, scheduler_pb2
 from scheduler.core import SchedulerCore
@@ -17,6 +19,8 @@ from scheduler.plan import (
 from scheduler.router_session import FinishedOutput, StepOutput
 from scheduler.sequence import FinishReason, Request, StatusCode
 from scheduler.token_ids import TokenIds
+
+MAX_WAITING_GROUPS = 31  # told one by one
 
 PROTOCOL_REVISION = 1
 KEY_BYTES = 16
@@ -277,11 +281,26 @@ def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> ro
         ],
         num_running=len(state.running),
         num_free_blocks=state.blocks.num_free,
+        num_cached_blocks=state.blocks.num_idle,
         num_blocks=state.blocks.num_blocks,
         max_num_seqs=state.max_num_seqs,
         previous_step_us=state.previous_step_us,
         previous_idle_us=state.previous_idle_us,
+        num_preempted=sum(leaver.reason is None and not leaver.seq.is_padding for leaver in plan.left),
     )
+
+
+def waiting_groups(counts: Mapping[tuple[int, str], int]) -> list[router_pb2.WaitingGroup]:
+    """Who waits, by importance class and tenant: the largest groups, and all others of a class as one."""
+    shown = heapq.nlargest(MAX_WAITING_GROUPS, counts.items(), key=operator.itemgetter(1))
+    groups = [
+        router_pb2.WaitingGroup(priority=priority, tenant=tenant, num_waiting=count)
+        for (priority, tenant), count in shown
+    ]
+    rest = sum(counts.values()) - sum(group.num_waiting for group in groups)
+    if rest:
+        groups.append(router_pb2.WaitingGroup(num_waiting=rest))
+    return groups
 
 
 def explain_response(request_id: str, lines: dict[int, list[Entry]]) -> router_pb2.ExplainResponse:

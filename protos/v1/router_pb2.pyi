@@ -1044,7 +1044,7 @@ class StepSummary(_message.Message):
     previous_idle_us: _builtins.int
     """How long the executor had been idle before that step, microseconds."""
     num_cached_blocks: _builtins.int
-    """Blocks that hold only cached prefixes and may be evicted; part of neither the free nor the owned."""
+    """How many of the free blocks hold cached prefixes, and give them up when the block is needed."""
     num_preempted: _builtins.int
     """Sequences sent back to wait by this plan."""
     @_builtins.property

@@ -6,6 +6,7 @@ requests: `asked` reads them, `intake` takes them in, `answers` words what becom
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections import abc
@@ -23,13 +24,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router import keys
 from router.http import asked as bodies
-from router.http import errors
+from router.http import errors, page
 from router.http.answers import Answer
 from router.http.asked import Asked
 from router.http.errors import HttpError
 from router.http.exchange import Exchange
 from router.http.fields import Fields, parsed
+from router.http.live import Live
 from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
@@ -58,8 +61,12 @@ Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
 class HttpApp:
     """The door. `asgi` is what a server serves."""
 
-    def __init__(self, intake: Intake, *, max_body_bytes: int, doorkeeper: Doorkeeper) -> None:
+    def __init__(
+        self, intake: Intake, *, max_body_bytes: int, doorkeeper: Doorkeeper, live: Live | None = None
+    ) -> None:
+        """With `live` the door shows the live page as well."""
         self._intake = intake
+        self._live = live
         self._doorkeeper = doorkeeper
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
@@ -75,6 +82,7 @@ class HttpApp:
                 Route("/detokenize", self._keyed(self._detokenize), methods=["POST"]),
                 Route("/health", _Endpoint(self._ready), methods=["GET"]),
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
+                *([] if live is None else self._page_routes(live)),
             ],
             middleware=[Middleware(_SecurityHeaders), Middleware(_LimitedHead)],
             exception_handlers={HTTPException: _no_such_path},
@@ -204,6 +212,26 @@ class HttpApp:
         text = await self._intake.detokenize(asked.token_ids, include_special=asked.include_special)
         await exchange.answer({"prompt": text})
 
+    # --- the live page ------------------------------------------------------------------------------
+
+    def _page_routes(self, live: Live) -> list[Route]:
+        async def watch(exchange: Exchange) -> None:
+            keys.check_admin(exchange.caller, "the live page")
+            if self._closed or live.is_full:
+                refusal = "the server is shutting down" if self._closed else "too many pages are open"
+                raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
+            await exchange.while_wanted(_frames(live, exchange), timeout_seconds=None, cut=self._cut)
+
+        async def tell_story(exchange: Exchange) -> None:
+            request_id = exchange.request.path_params["request_id"]
+            await exchange.answer(await live.story(request_id, exchange.caller.tenant))
+
+        return [
+            Route("/live", self._keyed(watch), methods=["GET"]),
+            Route("/live/requests/{request_id:path}", self._keyed(tell_story), methods=["GET"]),
+            *page.routes(),
+        ]
+
     async def _ready(self, exchange: Exchange) -> None:
         refusal = "shutting down" if self._closed else self._intake.refusal
         if refusal is not None:
@@ -245,6 +273,14 @@ class _Endpoint:
             await exchange.fail(defect)
 
 
+async def _frames(live: Live, exchange: Exchange) -> None:
+    """Sends what there is to see for as long as the page is open."""
+    await exchange.begin_events({})
+    async with contextlib.aclosing(live.events()) as events:
+        async for frames in events:
+            await exchange.raw_event("[" + ",".join(frames) + "]")
+
+
 class _SecurityHeaders:
     """Puts the headers that browsers heed on every response. No CORS header is among them."""
 
@@ -254,7 +290,9 @@ class _SecurityHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_SECURITY_HEADERS]
+                given = message.get("headers", [])
+                names = {name for name, _ in given}  # a page says for itself what it may load
+                message["headers"] = [*given, *(pair for pair in _SECURITY_HEADERS if pair[0] not in names)]
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
