@@ -17,8 +17,9 @@ from protos.v1 import router_pb2, router_pb2_grpc
 from router import validation, wire
 from router.call import Call
 from router.intake import Arrival, Intake
-from router.scheduler_client import SchedulerClient, SchedulerPool
-from rpc.errors import RequestError, abort
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool
+from rpc.errors import RequestError, abort, invalid
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -56,10 +57,16 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.GenerateResponse:
         """The same, once, at the end. A choice that fails fails the call."""
-        async with _answering(context), self._call(request, context) as call:
-            await call.until_taken_in()
-            await call.until_ended()
-            return wire.response(call.logs[0])
+        async with _answering(context):
+            if request.HasField("resume"):
+                raise invalid(
+                    "resume",
+                    "resume goes with Generate alone; Complete is asked again under the same request_id",
+                )
+            async with self._call(request, context) as call:
+                await call.until_taken_in()
+                await call.until_ended()
+                return wire.response(call.logs[0])
 
     def _call(
         self, request: router_pb2.GenerateRequest, context: Context
@@ -124,17 +131,17 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
-        """Asks the scheduler that the request was placed at."""
+        """Asks every scheduler until one knows the request."""
         async with _answering(context):
             validation.check_request_id(request.request_id)
-            return await self._schedulers.place(request.request_id).explain(request)
+            return await self._schedulers.explain(request)
 
     async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
         self, request: router_pb2.WatchRequest, context: Context
     ) -> None:
         """Hands on the step summaries of every scheduler that serves, as fast as the watcher takes them."""
         async with _answering(context):
-            serving = [client for client in self._schedulers.clients if client.refusal is None]
+            serving = self._schedulers.leaders
             if not serving:
                 raise RequestError(grpc.StatusCode.UNAVAILABLE, self._schedulers.refusal or "not serving")
             writing = asyncio.Lock()

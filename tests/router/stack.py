@@ -10,7 +10,8 @@ import grpc
 
 from protos.v1 import router_pb2_grpc, scheduler_pb2
 from router.intake import Intake, ServedModel
-from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer

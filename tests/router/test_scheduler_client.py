@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from router.request_log import End, FinishReason
-from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
 from rpc.address import Address
 from rpc.errors import RequestError
