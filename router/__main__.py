@@ -67,7 +67,10 @@ async def run_router() -> int:
         tokens=_resume_tokens(settings.cluster_secret_file),
     )
     servicer = RouterServicer(
-        intake=intake, schedulers=schedulers, max_message_bytes=settings.max_message_bytes
+        intake=intake,
+        schedulers=schedulers,
+        max_message_bytes=settings.max_message_bytes,
+        client_stall_seconds=settings.client_stall_seconds,
     )
     try:
         return await serve(
@@ -110,7 +113,12 @@ def _http_door(intake: Intake, settings: RouterSettings) -> SideDoor:
             f"--http needs libraries that are not installed ({error.name}); "
             "`pip install 'chairlift[router,http]'` brings them"
         ) from error
-    return HttpDoor(HttpApp(intake, max_body_bytes=settings.max_message_bytes), settings.http)
+    app = HttpApp(
+        intake,
+        max_body_bytes=settings.max_message_bytes,
+        client_stall_seconds=settings.client_stall_seconds,
+    )
+    return HttpDoor(app, settings.http)
 
 
 def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:

@@ -52,6 +52,11 @@ class Call:
         self._ends_untold = {choice for log in logs for choice in log.choices}
         self._failure: RequestError | None = None
 
+    @property
+    def num_unread_logprobs(self) -> int:
+        """Log-probabilities that wait for the client, of the choice with the most."""
+        return max(choice.num_unread_logprobs for log in self.logs for choice in log.choices)
+
     def fail(self, failure: RequestError) -> None:
         """Nothing more will come: whoever waits gets this failure."""
         self._failure = failure

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from router.scheduler_client import RECONNECT_SECONDS
+from router.stall import STALL_SECONDS
 from rpc.address import Address, AddressError, parse_groups
 from rpc.settings import ServiceSettings
 
@@ -58,7 +59,7 @@ class RouterSettings(ServiceSettings):
         "the schedulers' --orphan-grace-seconds.",
     )
     client_stall_seconds: float = Field(
-        default=30.0,
+        default=STALL_SECONDS,
         gt=0,
         le=86_400,
         allow_inf_nan=False,

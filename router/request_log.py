@@ -174,6 +174,11 @@ class ChoiceLog:
         self._pending_logprobs: list[TokenLogprobs] = []
 
     @property
+    def num_unread_logprobs(self) -> int:
+        """Entries that the client has not taken."""
+        return len(self._pending_logprobs)
+
+    @property
     def started(self) -> bool:
         """Whether the scheduler has begun with it."""
         return self.num_cached_tokens is not None

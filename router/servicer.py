@@ -19,6 +19,7 @@ from router.call import Call
 from router.intake import Arrival, Intake
 from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool
+from router.stall import STALL_SECONDS, StallGuard
 from rpc.errors import RequestError, abort, invalid
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -29,8 +30,16 @@ _log = structlog.get_logger()
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """The service `chairlift.v1.Router`."""
 
-    def __init__(self, *, intake: Intake, schedulers: SchedulerPool, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        schedulers: SchedulerPool,
+        max_message_bytes: int,
+        client_stall_seconds: float = STALL_SECONDS,
+    ) -> None:
         """`max_message_bytes` is told to clients; the server enforces it."""
+        self._client_stall_seconds = client_stall_seconds
         self._intake = intake
         self._schedulers = schedulers
         self._max_message_bytes = max_message_bytes
@@ -41,17 +50,19 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def Generate(  # type: ignore[override]  # the stubs know no handler that writes
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> None:
-        """Streams events as the log grows. A slow reader gets fewer and larger deltas.
+        """Streams events as the log grows. A slow reader gets fewer and larger deltas; a stalled one is cut.
 
         An end that fails the call is told by the status alone: gRPC clients may drop messages that arrive
         together with an error status.
         """
         async with _answering(context), self._call(request, context) as call:
             await call.until_taken_in()
-            await context.write(router_pb2.GenerateEvent(accepted=wire.accepted(call.logs[0])))
-            while news := await call.news():
-                for item in news:
-                    await context.write(wire.event(item))
+            async with StallGuard(self._client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
+                first = router_pb2.GenerateEvent(accepted=wire.accepted(call.logs[0]))
+                await guard.write(context.write(first))
+                while news := await call.news():
+                    for item in news:
+                        await guard.write(context.write(wire.event(item)))
 
     async def Complete(
         self, request: router_pb2.GenerateRequest, context: Context

@@ -59,6 +59,7 @@ async def rig(
     ready: bool = True,
     max_tokens: int | None = None,
     served: bool = True,
+    client_stall_seconds: float = 30.0,
 ) -> AsyncIterator[Rig]:
     scheduler = scheduler or ScriptedScheduler()
     async with contextlib.AsyncExitStack() as stack:
@@ -77,7 +78,12 @@ async def rig(
         model = ServedModel("tiny", tokenizer, Defaults(temperature=0.5, max_tokens=max_tokens))
         intake = Intake(model=model, schedulers=pool)
         stack.callback(intake.close)
-        servicer = RouterServicer(intake=intake, schedulers=pool, max_message_bytes=MAX_MESSAGE_BYTES)
+        servicer = RouterServicer(
+            intake=intake,
+            schedulers=pool,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            client_stall_seconds=client_stall_seconds,
+        )
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
         router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
         address = f"unix:{folder}/router.sock"
