@@ -1,7 +1,7 @@
 """The client library: `Client` for threads, `AsyncClient` for asyncio; the same calls, the same answers.
 
 Each is a thin shell around `transcript` (what is new), `patience` (when to ask again) and gRPC. A stream that
-breaks is asked for again and goes on where it stopped.
+breaks is resumed, at the next router where there are several, and goes on where it stopped.
 """
 
 import asyncio
@@ -19,11 +19,12 @@ from chairlift.patience import Patience
 from chairlift.results import Answer, ChairliftError, Message, Piece
 from chairlift.transcript import Diverged, Transcript, whole_answer
 from protos.v1 import router_pb2_grpc
-from rpc.address import Address
+from rpc.address import Address, parse_list
 from rpc.channel import connect, connect_blocking
-from rpc.errors import from_call
+from rpc.errors import RequestError, from_call
 
 DEFAULT_MAX_RETRIES = 5
+_TOKEN_FIELD = "resume.resume_token"  # noqa: S105 - the name of a field
 
 
 class Client:
@@ -39,11 +40,16 @@ class Client:
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
-        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT. Raises ValueError if it is neither."""
-        self._address = Address.parse(address, field="address")
+        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT; or several, parted by commas.
+
+        Of several routers one is used until it cannot be reached, then the next. Raises ValueError if it is
+        none of these.
+        """
+        self._addresses = Addresses(address)
         self._max_retries = max_retries
-        self._channel = connect_blocking(self._address, max_message_bytes=MAX_MESSAGE_BYTES)
-        self._stub = router_pb2_grpc.RouterStub(self._channel)
+        self._channels = {
+            one: connect_blocking(one, max_message_bytes=MAX_MESSAGE_BYTES) for one in self._addresses.all
+        }
 
     def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
@@ -58,10 +64,11 @@ class Client:
         patience = _patience(self._max_retries, timeout_seconds)
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
+            address = self._addresses.current
             try:
-                return whole_answer(self._stub.Complete(request, timeout=remaining_seconds))
+                return whole_answer(self._stub(address).Complete(request, timeout=remaining_seconds))
             except grpc.RpcError as error:
-                delay = _delay_before_retry(patience, error, self._address)
+                delay = self._addresses.delay_before_retry(patience, from_call(error), address)
             time.sleep(delay)
 
     def chat(
@@ -98,13 +105,18 @@ class Client:
         return Stream(self._pieces(transcript, _patience(self._max_retries, timeout_seconds)), transcript)
 
     def close(self) -> None:
-        """Gives the connection back; calls that run are cancelled."""
-        self._channel.close()
+        """Gives the connections back; calls that run are cancelled."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def _stub(self, address: Address) -> router_pb2_grpc.RouterStub:
+        return router_pb2_grpc.RouterStub(self._channels[address])
 
     def _pieces(self, transcript: Transcript, patience: Patience) -> Generator[Piece]:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            call = self._stub.Generate(transcript.request, timeout=remaining_seconds)
+            address = self._addresses.current
+            call = self._stub(address).Generate(transcript.request, timeout=remaining_seconds)
             try:
                 for event in call:
                     piece = transcript.take(event)
@@ -112,7 +124,7 @@ class Client:
                         patience.renew()
                         yield piece
             except grpc.RpcError as error:
-                delay = _delay_before_retry(patience, error, self._address)
+                delay = self._addresses.delay_before_resume(transcript, patience, from_call(error), address)
             except Diverged as error:
                 raise _cannot_go_on() from error
             else:
@@ -139,10 +151,10 @@ class AsyncClient:
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
-        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT. Raises ValueError if it is neither."""
-        self._address = Address.parse(address, field="address")
+        """`address` as for `Client`. Raises ValueError."""
+        self._addresses = Addresses(address)
         self._max_retries = max_retries
-        self._channel: grpc.aio.Channel | None = None
+        self._channels: dict[Address, grpc.aio.Channel] = {}
 
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
@@ -156,10 +168,11 @@ class AsyncClient:
         patience = _patience(self._max_retries, timeout_seconds)
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
+            address = self._addresses.current
             try:
-                return whole_answer(await self._stub.Complete(request, timeout=remaining_seconds))
+                return whole_answer(await self._stub(address).Complete(request, timeout=remaining_seconds))
             except grpc.aio.AioRpcError as error:
-                delay = _delay_before_retry(patience, error, self._address)
+                delay = self._addresses.delay_before_retry(patience, from_call(error), address)
             await asyncio.sleep(delay)
 
     async def chat(
@@ -190,20 +203,20 @@ class AsyncClient:
         return AsyncStream(self._pieces(transcript, patience), transcript)
 
     async def close(self) -> None:
-        """Gives the connection back; calls that run are cancelled."""
-        if self._channel is not None:
-            await self._channel.close(None)
+        """Gives the connections back; calls that run are cancelled."""
+        for channel in self._channels.values():
+            await channel.close(None)
 
-    @property
-    def _stub(self) -> "router_pb2_grpc.RouterAsyncStub":
-        if self._channel is None:  # a channel belongs to the loop that runs when it is made
-            self._channel = connect(self._address, max_message_bytes=MAX_MESSAGE_BYTES)
-        return router_pb2_grpc.RouterStub(self._channel)
+    def _stub(self, address: Address) -> "router_pb2_grpc.RouterAsyncStub":
+        if address not in self._channels:  # a channel belongs to the loop that runs when it is made
+            self._channels[address] = connect(address, max_message_bytes=MAX_MESSAGE_BYTES)
+        return router_pb2_grpc.RouterStub(self._channels[address])
 
     async def _pieces(self, transcript: Transcript, patience: Patience) -> AsyncGenerator[Piece]:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            call = self._stub.Generate(transcript.request, timeout=remaining_seconds)
+            address = self._addresses.current
+            call = self._stub(address).Generate(transcript.request, timeout=remaining_seconds)
             try:
                 async for event in call:
                     piece = transcript.take(event)
@@ -211,7 +224,7 @@ class AsyncClient:
                         patience.renew()
                         yield piece
             except grpc.aio.AioRpcError as error:
-                delay = _delay_before_retry(patience, error, self._address)
+                delay = self._addresses.delay_before_resume(transcript, patience, from_call(error), address)
             except Diverged as error:
                 raise _cannot_go_on() from error
             else:
@@ -292,17 +305,36 @@ class AsyncStream:
         await self.close()
 
 
+class Addresses:
+    """The routers a client knows, and the one it asks now."""
+
+    def __init__(self, text: str) -> None:
+        """Raises ValueError unless `text` is an address, or several parted by commas."""
+        self.all = parse_list(text, field="address")
+        self.current = self.all[0]
+
+    def delay_before_retry(self, patience: Patience, refusal: RequestError, address: Address) -> float:
+        """Seconds to wait before asking again. Raises ChairliftError when that makes no sense."""
+        if refusal.code is grpc.StatusCode.UNAVAILABLE and address == self.current:
+            self.current = self.all[(self.all.index(address) + 1) % len(self.all)]
+        chance = random.random()  # noqa: S311 - jitter, no secret
+        delay = patience.delay_after(refusal, time.monotonic(), chance)
+        if delay is None:
+            raise failure(refusal, address) from refusal
+        return delay
+
+    def delay_before_resume(
+        self, transcript: Transcript, patience: Patience, refusal: RequestError, address: Address
+    ) -> float:
+        """The same for a stream that has broken."""
+        if refusal.field == _TOKEN_FIELD:
+            transcript.forget_token()
+            return 0.0
+        return self.delay_before_retry(patience, refusal, address)
+
+
 def _patience(max_retries: int, timeout_seconds: float | None) -> Patience:
     return Patience(max_retries, None if timeout_seconds is None else time.monotonic() + timeout_seconds)
-
-
-def _delay_before_retry(patience: Patience, error: grpc.RpcError, address: Address) -> float:
-    """Seconds to wait before asking again. Raises ChairliftError when that makes no sense."""
-    refusal = from_call(error)
-    delay = patience.delay_after(refusal, time.monotonic(), random.random())  # noqa: S311 - jitter, no secret
-    if delay is None:
-        raise failure(refusal, address) from error
-    return delay
 
 
 def _conversation(
@@ -314,8 +346,7 @@ def _conversation(
 def _cannot_go_on() -> ChairliftError:
     return ChairliftError(
         "ABORTED",
-        "the stream broke, and the same request with the same seed got another answer, so this one cannot be "
-        "continued",
+        "the stream broke, and what came after it does not go on with this answer, which cannot be continued",
     )
 
 

@@ -15,6 +15,7 @@ import grpc
 
 from router.chat import ChatMessage
 from router.request_log import SamplingParams
+from router.resume import Resume
 from rpc.errors import RequestError, invalid
 
 MAX_REQUEST_ID_CHARACTERS: Final = 128
@@ -96,7 +97,7 @@ class GenerateRequest:
     include_stop: bool = False
     priority: int = 0
     cache_salt: str = ""
-    resume: bool = False
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,6 @@ def checked(request: GenerateRequest, *, model: str, limits: Limits) -> CheckedR
     """
     check_model(request.model, model)
     check_request_id(request.request_id)
-    if request.resume:
-        raise _unserved("resume")
     for name in request.sampling.unserved:
         raise _unserved(f"sampling.{name}")
     _check_sampling(request.sampling, limits)

@@ -15,7 +15,7 @@ at the door is `door`'s business, who enters the batch `entrance`'s, who must go
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler import door, entrance, padding, policy
 from scheduler.batching import Batching
@@ -113,6 +113,9 @@ class SchedulerCore:
             door.check_same_body(live.request, request)
             if _continues(live, output_token_ids):
                 live.orphaned_until = None
+                if live.request.deadline != request.deadline:  # its client's new call has a new one
+                    live.request = replace(live.request, deadline=request.deadline)
+                    self._timers.watch(live, len(self.sequences))
                 return live
             if live.state is not State.FINISHED:
                 self._end(live, Finish(FinishReason.ABORT), Event.ABORT)
@@ -736,9 +739,10 @@ class SchedulerCore:
 def _continues(seq: Sequence, output_token_ids: TokenIds) -> bool:
     """Whether a reader who has these ids can go on with `seq`: they are a beginning of what it has put out.
 
-    One that was given up (its router was away too long) has nothing to go on with.
+    One that was given up (its router was away too long) or ran out of its call's time has nothing to go on
+    with: whoever asks again has time.
     """
-    if seq.finish is not None and seq.finish.reason is FinishReason.ABORT:
+    if seq.finish is not None and seq.finish.reason in {FinishReason.ABORT, FinishReason.DEADLINE}:
         return False
     return seq.num_resumed_tokens <= len(output_token_ids) and (
         seq.output_token_ids()[: len(output_token_ids)] == output_token_ids

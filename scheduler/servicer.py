@@ -199,6 +199,11 @@ class _RouterStream:
         self._wake.set()
 
     def _cancel(self, message: scheduler_pb2.Cancel) -> None:
+        """Gives a sequence up, unless another router has taken it over meanwhile."""
+        live = self._loop.core.sequences.get(message.key)
+        reader = session_of(live) if live is not None else None
+        if reader is not None and reader.router_id != self.session.router_id:
+            return
         for handle in self._parts.give_up(message.key):
             self.session.refuse(handle, Finish(FinishReason.ABORT))
             self._wake.set()

@@ -32,6 +32,7 @@ from router.http.exchange import Exchange
 from router.http.fields import parsed
 from router.http.shapes import ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
+from router.stall import STALL_SECONDS, StalledError, StallGuard
 from router.validation import GenerateRequest
 from rpc.errors import RequestError
 
@@ -52,8 +53,11 @@ Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
 class HttpApp:
     """The door. `asgi` is what a server serves."""
 
-    def __init__(self, intake: Intake, *, max_body_bytes: int) -> None:
+    def __init__(
+        self, intake: Intake, *, max_body_bytes: int, client_stall_seconds: float = STALL_SECONDS
+    ) -> None:
         self._intake = intake
+        self._client_stall_seconds = client_stall_seconds
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._closed = False
@@ -124,13 +128,15 @@ class HttpApp:
                 await call.until_ended()
                 await exchange.answer(answer.whole(), headers=headers)
                 return
-            await exchange.begin_events(headers)
-            await exchange.events(answer.first_chunks())
-            while news := await call.news():
-                await exchange.events(answer.chunks(news))
-            if asked.include_usage:
-                await exchange.events([answer.usage_chunk()])
-            await exchange.end_events()
+            async with StallGuard(self._client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
+                exchange.guard = guard
+                await exchange.begin_events(headers)
+                await exchange.events(answer.first_chunks())
+                while news := await call.news():
+                    await exchange.events(answer.chunks(news))
+                if asked.include_usage:
+                    await exchange.events([answer.usage_chunk()])
+                await exchange.end_events()
 
     async def _prompt_text(self, request: GenerateRequest) -> str:
         """What an echo repeats."""
@@ -199,6 +205,9 @@ class _Endpoint:
             await self._handle(exchange)
         except ClientDisconnect:
             _log.info("client_hung_up", path=scope["path"])
+        except StalledError as error:  # nothing can be told to whoever takes nothing
+            _log.info("client_stalled", path=scope["path"], reason=error.message)
+            exchange.hang_up()
         except RequestError as error:
             _log.info("request_failed", code=error.code.name, field=error.field)
             await exchange.fail(error)

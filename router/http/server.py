@@ -9,8 +9,10 @@ from collections import abc
 from typing import Final
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from router.http.app import HttpApp
+from router.http.exchange import ABORT
 from rpc.listening import bound_socket
 
 # Connections that are idle, or whose last bytes their client does not take, are cut after this.
@@ -36,7 +38,7 @@ class HttpDoor:
         self._server = _Server(
             uvicorn.Config(
                 self._app.asgi,
-                http="h11",
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -64,6 +66,14 @@ class HttpDoor:
         self._server.should_exit = True
         await asyncio.wait([self._serving])
         self._serving.result()
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 whose connections can be ended by the application: `transport.close` waits for the client."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, ABORT: transport.abort}
 
 
 class _Server(uvicorn.Server):

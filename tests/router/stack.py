@@ -10,7 +10,8 @@ import grpc
 
 from protos.v1 import router_pb2_grpc, scheduler_pb2
 from router.intake import Intake, ServedModel
-from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ async def rig(
     ready: bool = True,
     max_tokens: int | None = None,
     served: bool = True,
+    client_stall_seconds: float = 30.0,
 ) -> AsyncIterator[Rig]:
     scheduler = scheduler or ScriptedScheduler()
     async with contextlib.AsyncExitStack() as stack:
@@ -76,7 +78,12 @@ async def rig(
         model = ServedModel("tiny", tokenizer, Defaults(temperature=0.5, max_tokens=max_tokens))
         intake = Intake(model=model, schedulers=pool)
         stack.callback(intake.close)
-        servicer = RouterServicer(intake=intake, schedulers=pool, max_message_bytes=MAX_MESSAGE_BYTES)
+        servicer = RouterServicer(
+            intake=intake,
+            schedulers=pool,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            client_stall_seconds=client_stall_seconds,
+        )
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
         router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
         address = f"unix:{folder}/router.sock"

@@ -261,12 +261,6 @@ def test_b99_fields_not_served_yet_are_refused_by_name(name: str) -> None:
     assert f"sampling.{name}" in error.message
 
 
-def test_resume_is_refused_by_name() -> None:
-    error = refusal(GenerateRequest(prompt="p", resume=True))
-    assert error.code is grpc.StatusCode.UNIMPLEMENTED
-    assert error.field == "resume"
-
-
 # --- the rest ---------------------------------------------------------------------------------------
 
 
