@@ -116,10 +116,7 @@ class Client:
             return
         log = self._log = self._new_log()
         for choice in log.choices:
-            token_ids = self._token_ids[choice.index]
-            if token_ids:
-                choice.append(token_ids, (), self._world.now)
-                choice.take_delta()
+            choice.resume(self._token_ids[choice.index], self._world.now)
         self._router.submit(
             log,
             wake=lambda: self._read(log),

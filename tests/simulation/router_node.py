@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from protos.v1 import scheduler_pb2
 from router import wire
 from router.request_log import End as ChoiceEnd
-from router.request_log import FinishReason, RequestLog
-from router.scheduler_session import Cancel, Event, Progressed, SchedulerSession, TokenizerIdentity
+from router.request_log import RequestLog
+from router.scheduler_session import Event, Progressed, SchedulerSession, TokenizerIdentity
 from tests.simulation.links import End, Link
 from tests.simulation.process import Process
 from tests.simulation.scheduler_node import SchedulerNode
@@ -122,25 +122,6 @@ class RouterNode:
                 leader.submit(log)
 
 
-class _Session(SchedulerSession):
-    """The session, with requests that come with ids and go elsewhere."""
-
-    def submit(self, request: RequestLog, now: float) -> None:
-        super().submit(request, now)
-        for live in [live for live in self._live.values() if live.choice.end is not None]:
-            self._leave(live)  # its client has all of it
-            self._unsent.remove(live)
-            self._cancels.append(Cancel(live.choice.key, FinishReason.ABORT))
-
-    def abandon(self, request: RequestLog) -> None:
-        """Forgets a request that goes on at another scheduler; this one is told, when it can be."""
-        for live in [live for live in self._live.values() if live.request is request]:
-            self._leave(live)
-            if live in self._unsent:
-                self._unsent.remove(live)
-            self._cancels.append(Cancel(live.choice.key, FinishReason.ABORT))
-
-
 class _Member:
     """The stream to one scheduler."""
 
@@ -148,7 +129,7 @@ class _Member:
         self, router: RouterNode, router_id: str, scheduler: SchedulerNode, link: Link, vocab_size: int
     ) -> None:
         self.name = scheduler.name
-        self.session = _Session(
+        self.session = SchedulerSession(
             router_id=router_id,
             tokenizer=TokenizerIdentity("", vocab_size),
             recovery_timeout_seconds=RECOVERY_TIMEOUT_SECONDS,
