@@ -271,36 +271,36 @@ def _never_steps_down(_: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a plan is not sent again", executor_session.ExecutorSession, "resend", _resends_nothing, 5),
+    Mutation("a plan is not sent again", executor_session.ExecutorSession, "resend", _resends_nothing, 2),
     Mutation(
         "the older of two plans is not sent again",
         executor_session.ExecutorSession,
         "resend",
         _resends_the_newest_alone,
-        16,
+        0,
     ),
     Mutation(
-        "a result is applied twice", executor_session.ExecutorSession, "received", _applies_results_twice, 0
+        "a result is applied twice", executor_session.ExecutorSession, "received", _applies_results_twice, 7
     ),
     Mutation("a result is not acknowledged", core.SchedulerCore, "_plan", _acknowledges_nothing, 0),
-    Mutation("a release is forgotten", core.SchedulerCore, "_plan", _forgets_releases, 0),
+    Mutation("a release is forgotten", core.SchedulerCore, "_plan", _forgets_releases, 1),
     Mutation("ghosts are forgotten", core.SchedulerCore, "_plan", _forgets_ghosts, 0),
     Mutation("a seq_id is used twice", core.SchedulerCore, "_enter", _reuses_seq_ids, 105),
-    Mutation("a plan of any epoch is run", executor_sessions.Session, "receive", _takes_any_epoch, 37),
-    Mutation("a lower term is accepted", executor_sessions.Session, "open", _grants_lower_terms, 96),
+    Mutation("a plan of any epoch is run", executor_sessions.Session, "receive", _takes_any_epoch, 20),
+    Mutation("a lower term is accepted", executor_sessions.Session, "open", _grants_lower_terms, 200),
     Mutation(
-        "a plan sent again runs again", executor_sessions.Session, "receive", _runs_resent_plans_again, 3
+        "a plan sent again runs again", executor_sessions.Session, "receive", _runs_resent_plans_again, 0
     ),
     Mutation(
         "a result is not kept for the next stream",
         executor_sessions.Session,
         "complete",
         _forgets_results_at_once,
-        16,
+        0,
     ),
     Mutation("a block is not given back", blocks.BlockManager, "release", _keeps_a_block, 0),
     Mutation("a block is freed early", core.SchedulerCore, "_decode_rows", _frees_early, 1),
-    Mutation("the output is not recomputed", Sequence, "forget_computed", _recomputes_the_prompt_alone, 5),
+    Mutation("the output is not recomputed", Sequence, "forget_computed", _recomputes_the_prompt_alone, 1),
     Mutation(
         "somebody is preempted with a result out",
         core.SchedulerCore,
@@ -318,7 +318,7 @@ MUTATIONS = (
     Mutation(
         "a cursor starts a token early", router_session.RouterSession, "attach", _starts_a_token_early, 2
     ),
-    Mutation("a cursor starts a token late", router_session.RouterSession, "attach", _starts_a_token_late, 2),
+    Mutation("a cursor starts a token late", router_session.RouterSession, "attach", _starts_a_token_late, 0),
     Mutation("a reader goes on with whatever runs", core, "_continues", _any_ids_continue, 2),
     Mutation("the accepted are refused for load", door, "check", _refuses_the_accepted_for_load, 12),
     Mutation(
@@ -329,7 +329,7 @@ MUTATIONS = (
         2,
     ),
     Mutation(
-        "a duplicate is delivered", router_sessions.SchedulerSession, "_take_output", _takes_duplicates, 3
+        "a duplicate is delivered", router_sessions.SchedulerSession, "_take_output", _takes_duplicates, 7
     ),
     Mutation(
         "messages of a stream that was left are taken",
@@ -343,9 +343,9 @@ MUTATIONS = (
         router_sessions.SchedulerSession,
         "next_message",
         _acknowledges_no_message,
-        0,
+        2,
     ),
-    Mutation("a cancel is dropped", router_sessions.SchedulerSession, "cancel", _drops_cancels, 219),
+    Mutation("a cancel is dropped", router_sessions.SchedulerSession, "cancel", _drops_cancels, 367),
     Mutation("a term is led at twice", lease.Lease, "look", _leads_at_the_same_term, 2),
-    Mutation("a leader never steps down", lease.Lease, "_step_down", _never_steps_down, 21),
+    Mutation("a leader never steps down", lease.Lease, "_step_down", _never_steps_down, 25),
 )
