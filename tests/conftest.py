@@ -9,6 +9,12 @@ from tests.rig import cluster, tiny_model
 from tests.rig.oracle import Oracle
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-minutes", type=float, default=60.0, help="How long the soak of mixed traffic lasts."
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny float32 model of the rig: one byte is one token."""

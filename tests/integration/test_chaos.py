@@ -93,7 +93,7 @@ async def test_the_scheduler_and_its_standby_are_restarted_one_after_the_other_a
 @pytest.mark.soak
 @pytest.mark.skipif(not REAL_MODEL.exists(), reason="chairlift pull smollm2")
 async def test_a_thousand_requests_at_saturation_while_everything_dies_again_and_again() -> None:
-    """Executors every few seconds, the scheduler five times, a router three times, freezes and cuts between."""
+    """Executors every few seconds, the scheduler five times, a router three times, freezes and cuts."""
     asked = questions(40, max_tokens=48)
     flags = ("--num-blocks", "256", "--max-num-seqs", "16")
     async with (

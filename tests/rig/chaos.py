@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import random
 import secrets
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -63,6 +64,7 @@ class Chaos:
         self.tally = Tally()
         self._right: dict[int, Answer] = {}
         self._is_over = asyncio.Event()
+        self._leaving = 0.0
 
     # --- clients --------------------------------------------------------------------------------------
 
@@ -73,8 +75,12 @@ class Chaos:
         self._right = dict(enumerate(answers))
 
     @contextlib.asynccontextmanager
-    async def load(self, num_clients: int, at_least: int) -> AsyncIterator[Tally]:
-        """Clients ask as long as the block runs, and until `at_least` answers are there."""
+    async def load(self, num_clients: int, at_least: int, *, leaving: float = 0.0) -> AsyncIterator[Tally]:
+        """Clients ask as long as the block runs, and until `at_least` answers are there.
+
+        `leaving`: the share of calls that are given up in the middle.
+        """
+        self._leaving = leaving
         numbers = itertools.count()
         async with asyncio.TaskGroup() as group:
             watchers = [group.create_task(self._watch(name)) for name in SCHEDULERS]
@@ -98,6 +104,9 @@ class Chaos:
                 if self._is_over.is_set() and number >= at_least:
                     return
                 index = number % len(self.questions)
+                if random.Random(number).random() < self._leaving:
+                    await self._ask_and_leave(client, self.questions[index])
+                    continue
                 try:
                     async with asyncio.timeout(PATIENCE_SECONDS):
                         answer = await self._ask(client, self.questions[index])
@@ -109,6 +118,12 @@ class Chaos:
                 self.tally.num_answered += 1
                 self.tally.num_prompt += len(answer) * len(self.questions[index].prompt)
                 self.tally.num_delivered += sum(len(token_ids) for token_ids, _, _ in answer)
+
+    @staticmethod
+    async def _ask_and_leave(client: chairlift.AsyncClient, question: Question) -> None:
+        async with client.stream(question.prompt, **question.options) as stream:
+            async for _ in stream:
+                return
 
     @staticmethod
     async def _ask(client: chairlift.AsyncClient, question: Question) -> Answer:
