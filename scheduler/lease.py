@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 BEATS_A_LEASE = 5
 LOOKS_A_LEASE = 20
+MOST_SECONDS_BETWEEN_LOOKS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class Lease:
 
     @property
     def look_seconds(self) -> float:
-        """Between two looks of one who stands by."""
-        return self.lease_seconds / LOOKS_A_LEASE
+        """Between two looks of one who stands by: how soon it sees that a leader has ended."""
+        return min(self.lease_seconds / LOOKS_A_LEASE, MOST_SECONDS_BETWEEN_LOOKS)
 
     def look(self, record: Record | None, now: float, *, is_free: bool) -> Claim | None:
         """One who stands by has read the file (None: it is new); a claim when it should lead."""

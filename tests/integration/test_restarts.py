@@ -1,4 +1,4 @@
-"""Tiers that are not there yet, are gone, or say nothing: those that live are used, those that come are seen."""
+"""Tiers that are not there yet, are gone, or say nothing: the living are used, those that come are seen."""
 
 import socket
 import time
