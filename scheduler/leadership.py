@@ -15,6 +15,8 @@ from scheduler.lease_file import LeaseFile, LeaseFileError
 from scheduler.loop import SchedulerLoop
 
 _log = structlog.get_logger()
+# A standby takes over at its next look, a quarter of a second away at most.
+HAND_OVER_SECONDS = 2.0
 
 
 class Leadership:
@@ -63,7 +65,7 @@ class Leadership:
                 self._file.let_go()
             _log.info("lease_given_up", term=self._lease.term)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._lease.lease_seconds):
+                async with asyncio.timeout(HAND_OVER_SECONDS):
                     await self._over.wait()
         await self._loop.drained()
 
