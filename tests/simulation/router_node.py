@@ -1,12 +1,16 @@
 """A router in the simulation: the duties of its scheduler clients around the real sessions and logs."""
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from protos.v1 import scheduler_pb2
 from router import wire
 from router.request_log import End as ChoiceEnd
 from router.request_log import RequestLog
-from router.scheduler_session import Event, Progressed, SchedulerSession, TokenizerIdentity
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool, placing_name
+from router.scheduler_session import Event, Progressed, SchedulerSession, ServingChanged, TokenizerIdentity
+from rpc.address import Address
 from tests.simulation.links import End, Link
 from tests.simulation.process import Process
 from tests.simulation.scheduler_node import SchedulerNode
@@ -25,8 +29,6 @@ class RouterNode:
         self.process = process
         self._schedulers = schedulers
         self._vocab_size = vocab_size
-        self._wakes: dict[RequestLog, Callable[[], None]] = {}
-        self._holders: dict[RequestLog, _Member] = {}
         self._orphans: list[Callable[[], None]] = []
         self.start()
 
@@ -38,7 +40,11 @@ class RouterNode:
         """A new process."""
         self.process.start()
         name = f"{self.process.name}#{self.process.life}"
-        self._members = [_Member(self, name, node, link, self._vocab_size) for node, link in self._schedulers]
+        self._members = [
+            _Member(self.process, name, node, link, self._vocab_size) for node, link in self._schedulers
+        ]
+        # It asks nothing of its clients that these cannot tell.
+        self._pool = SchedulerPool(cast("list[SchedulerClient]", self._members))
         for member in self._members:
             member.connect()
 
@@ -46,7 +52,7 @@ class RouterNode:
         """As by kill -9: its clients see their calls break."""
         self.process.crash()
         lost, self._orphans = self._orphans, []
-        self._wakes, self._holders, self._members = {}, {}, []
+        self._members = []
         for tell in lost:
             self.process.world.after(0.001, tell)
 
@@ -78,81 +84,79 @@ class RouterNode:
         refused: Callable[[], None],
         lost: Callable[[], None],
     ) -> None:
-        leader = self._leader
-        if leader is None:
+        if self._pool.refusal is not None:
             self._orphans.remove(lost)
             refused()
             return
-        self._wakes[log] = wake
-        self._holders[log] = leader
-        leader.submit(log)
+        name = placing_name(log.tenant, log.prompt_token_ids)
+        self._pool.submit(self._pool.place(name), log, wake)
 
     def _release(self, log: RequestLog, end: ChoiceEnd) -> None:
-        if log in self._wakes:
-            del self._wakes[log]
-            self._holders.pop(log).release(log, end)
+        self._pool.release(log, end)
 
     def leave_streams(self) -> None:
         """Gives up every stream, for a new one."""
         for member in self._members:
             member.give_up_stream()
 
-    # --- which scheduler ------------------------------------------------------------------------------
-
-    @property
-    def _leader(self) -> "_Member | None":
-        """Of those that serve, the one of the highest term."""
-        serving = [member for member in self._members if member.session.refusal is None]
-        return max(serving, key=lambda member: member.term, default=None)
-
-    def dispatch(self, events: list[Event]) -> None:
-        """Tells clients, and brings requests that wait elsewhere to the scheduler that leads."""
-        for event in events:
-            if isinstance(event, Progressed) and event.request in self._wakes:
-                self._wakes[event.request]()
-        leader = self._leader
-        if leader is None:
-            return
-        for log, holder in list(self._holders.items()):
-            if holder is not leader:
-                self.process.world.note(self.process.name, f"{log.request_id} moves to {leader.name}")
-                holder.session.abandon(log)
-                holder.pump()
-                self._holders[log] = leader
-                leader.submit(log)
-
 
 class _Member:
-    """The stream to one scheduler."""
+    """The stream to one scheduler: what `scheduler_client` is in the server."""
 
     def __init__(
-        self, router: RouterNode, router_id: str, scheduler: SchedulerNode, link: Link, vocab_size: int
+        self, process: Process, router_id: str, scheduler: SchedulerNode, link: Link, vocab_size: int
     ) -> None:
-        self.name = scheduler.name
+        self.address = Address(scheduler.name)
+        self.shard = "the only one"
+        self.on_changed: Callable[[], None] = lambda: None
         self.session = SchedulerSession(
             router_id=router_id,
             tokenizer=TokenizerIdentity("", vocab_size),
             recovery_timeout_seconds=RECOVERY_TIMEOUT_SECONDS,
         )
-        self._router = router
-        self._process = router.process
-        self._rng = router.process.world.rng(f"{router_id} to {self.name}")
+        self._process = process
+        self._rng = process.world.rng(f"{router_id} to {scheduler.name}")
         self._scheduler = scheduler
         self._link = link
         self._end: End | None = None
+        self._wakes: dict[RequestLog, Callable[[], None]] = {}
 
     @property
     def term(self) -> int:
         return 0 if self.session.welcome is None else self.session.welcome.term
 
-    def submit(self, log: RequestLog) -> None:
+    @property
+    def refusal(self) -> str | None:
+        return self.session.refusal
+
+    @property
+    def is_lost(self) -> bool:
+        return False  # there is no other shard to go to
+
+    @property
+    def requests(self) -> list[RequestLog]:
+        return self.session.requests
+
+    @property
+    def num_live(self) -> int:
+        return self.session.num_live
+
+    def submit(self, log: RequestLog, wake: Callable[[], None]) -> None:
         self.session.submit(log, self._process.now)
+        self._wakes[log] = wake
         self.pump()
 
     def release(self, log: RequestLog, end: ChoiceEnd) -> None:
-        for choice in log.choices:
-            self.session.cancel(choice.key, end, self._process.now)
+        if self._wakes.pop(log, None) is not None:
+            for choice in log.choices:
+                self.session.cancel(choice.key, end, self._process.now)
+            self.pump()
+
+    def abandon(self, log: RequestLog) -> Callable[[], None]:
+        self._process.world.note(self._process.name, f"{log.request_id} leaves {self.address.target}")
+        self.session.abandon(log)
         self.pump()
+        return self._wakes.pop(log)
 
     def connect(self) -> None:
         """A new stream, until it ends."""
@@ -163,7 +167,7 @@ class _Member:
             message = wire.scheduler_message(proto)
             assert message is not None
             events = self.session.receive(connection, message, self._process.now)
-            self._router.dispatch(events)
+            self._dispatch(events)
             self.pump()
 
         end.on_message = receive
@@ -182,8 +186,17 @@ class _Member:
     def _disconnected(self, status: str) -> None:
         self._end = None
         now = self._process.now
-        self._router.dispatch(self.session.disconnected(f"it cannot be reached ({status})", now))
+        self._dispatch(self.session.disconnected(f"it cannot be reached ({status})", now))
         self._process.after(self._rng.uniform(0.005, 0.05), self.connect)
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Progressed(request):
+                    if request in self._wakes:
+                        self._wakes[request]()
+                case ServingChanged():
+                    self.on_changed()
 
     def pump(self) -> None:
         """Sends what the session has to say."""

@@ -51,7 +51,7 @@ def test_the_worlds_meet_what_they_are_made_for() -> None:
         "clock jump": "clock jumps",
         "take-over": "leads at term 2",
         "leader that steps down": "steps down",
-        "request that moves": "moves to",
+        "request that moves": " leaves scheduler",
         **{reason: f"ends: {reason}" for reason in ("STOP", "LENGTH", "DEADLINE")},
         "given up": "gives up: ABORT",
     }
