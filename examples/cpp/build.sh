@@ -6,5 +6,5 @@ root=$here/../..
 built=${1:-$here}
 protoc -I "$root" --cpp_out="$built" --grpc_out="$built" --plugin=protoc-gen-grpc="$(command -v grpc_cpp_plugin)" \
     "$root/protos/v1/common.proto" "$root/protos/v1/router.proto"
-g++ -std=c++17 -O1 -I "$built" -o "$built/client" "$here/client.cc" \
+g++ -std=c++17 -O0 -I "$built" -o "$built/client" "$here/client.cc" \
     "$built"/protos/v1/*.cc $(pkg-config --cflags --libs grpc++ protobuf)

@@ -1,4 +1,5 @@
-// A Chairlift client in C++, in one page. With Debian's libgrpc++-dev, protobuf-compiler-grpc and g++:
+// A Chairlift client in C++, in one page. With Debian's g++, libgrpc++-dev, libprotobuf-dev,
+// protobuf-compiler-grpc and pkg-config:
 //
 //     ./build.sh && ./client [ADDRESS[,ADDRESS…]] ["A question"]
 //
