@@ -9,10 +9,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import pytest
 
 from rpc.address import Address
+from rpc.errors import StartError
+from scheduler.core import SchedulerCore
 from scheduler.executor_client import ExecutorClient
+from scheduler.leadership import Leadership
+from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
+from scheduler.loop import SchedulerLoop
 from scheduler.policy import Limits
 from tests.scheduler.shell import (
     MAX_MESSAGE_BYTES,
@@ -136,3 +142,27 @@ async def test_a_leader_that_was_usurped_finds_it_out_by_itself(short_folder: Pa
     assert record is not None
     assert (record.term, record.holder) == (3, "old")
     await shell.close()
+
+
+@pytest.mark.parametrize("path", ["missing/lease", "."])
+async def test_a_lease_that_cannot_be_had_keeps_the_process_from_starting(
+    short_folder: Path, path: str
+) -> None:
+    loop = SchedulerLoop(SchedulerCore(Limits()), on_serving=lambda serving, reason: None)
+    leadership = Leadership(Lease("a", 1.0), LeaseFile(short_folder / path), loop, lead_nothing)
+    with pytest.raises(StartError, match=r"--lease: .*directory: "):
+        await leadership.run()
+
+
+async def test_a_lease_file_that_is_something_else_keeps_the_process_from_starting(
+    short_folder: Path,
+) -> None:
+    (short_folder / "lease").write_text("[tenants]")
+    loop = SchedulerLoop(SchedulerCore(Limits()), on_serving=lambda serving, reason: None)
+    leadership = Leadership(Lease("a", 1.0), LeaseFile(short_folder / "lease"), loop, lead_nothing)
+    with pytest.raises(StartError, match="is no lease file: name a file that is the lease's alone"):
+        await leadership.run()
+
+
+async def lead_nothing(_: int) -> None:
+    raise AssertionError("it leads")

@@ -290,7 +290,6 @@ class _RouterStream:
 
     def _receive(self, message: scheduler_pb2.RouterMessage) -> None:
         scheduler = self._scheduler
-        core, now = scheduler.core, scheduler.now
         match message.WhichOneof("message"):
             case "hello":
                 self._session = RouterSession(message.hello.router_id)
@@ -298,18 +297,26 @@ class _RouterStream:
             case "submit":
                 self._submit(message.submit)
             case "cancel":
-                assert self._session is not None
-                for handle in self._parts.give_up(message.cancel.key):
-                    self._session.refuse(handle, Finish(FinishReason.ABORT))
-                seq = core.cancel(message.cancel.key, wire.cancel_reason(message.cancel.reason), now)
-                if seq is not None:
-                    scheduler.deliver([seq])
-                    scheduler.changed()
+                self._cancel(message.cancel)
             case "ack":
                 assert self._session is not None
                 for seq in self._session.acked(message.ack.message_id):
-                    core.forget(seq)
+                    scheduler.core.forget(seq)
         self.flush()
+
+    def _cancel(self, message: scheduler_pb2.Cancel) -> None:
+        session, scheduler = self._session, self._scheduler
+        assert session is not None
+        for handle in self._parts.give_up(message.key):
+            session.refuse(handle, Finish(FinishReason.ABORT))
+        live = scheduler.core.sequences.get(message.key)
+        reader = None if live is None else session_of(live)
+        if reader is not None and reader.router_id != session.router_id:
+            return  # another router goes on with it
+        seq = scheduler.core.cancel(message.key, wire.cancel_reason(message.reason), scheduler.now)
+        if seq is not None:
+            scheduler.deliver([seq])
+            scheduler.changed()
 
     def _submit(self, message: scheduler_pb2.Submit) -> None:
         session, scheduler = self._session, self._scheduler
