@@ -15,7 +15,6 @@ from typing import Final
 import grpc
 import structlog
 
-from protos.v1 import router_pb2
 from router.request_log import End, RequestLog
 from router.scheduler_client import SchedulerClient
 from router.scheduler_session import Welcome
@@ -117,18 +116,6 @@ class SchedulerPool:
         """Raises RequestError, UNAVAILABLE, when no scheduler takes requests."""
         if not self.leaders:
             raise self._nobody()
-
-    async def explain(self, request: router_pb2.ExplainRequest) -> router_pb2.ExplainResponse:
-        """The answer of the first scheduler that knows the request. Raises RequestError."""
-        unknown = self._nobody()
-        for leader in self.leaders:
-            try:
-                return await leader.explain(request)
-            except RequestError as error:
-                if error.code is not grpc.StatusCode.NOT_FOUND:
-                    raise
-                unknown = error
-        raise unknown
 
     async def run(self) -> None:
         """Holds all streams until cancelled."""

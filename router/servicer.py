@@ -145,16 +145,20 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         """Asks every scheduler until one knows the request."""
         async with _answering(context):
             validation.check_request_id(request.request_id)
-            return await self._schedulers.explain(request)
+            self._schedulers.check_serving()
+            *others, last = self._schedulers.leaders
+            for scheduler in others:
+                with contextlib.suppress(RequestError):  # it knows nothing of it, or cannot say
+                    return await scheduler.explain(request)
+            return await last.explain(request)
 
     async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
         self, request: router_pb2.WatchRequest, context: Context
     ) -> None:
         """Hands on the step summaries of every scheduler that serves, as fast as the watcher takes them."""
         async with _answering(context):
+            self._schedulers.check_serving()
             serving = self._schedulers.leaders
-            if not serving:
-                raise RequestError(grpc.StatusCode.UNAVAILABLE, self._schedulers.refusal or "not serving")
             writing = asyncio.Lock()
 
             async def relay(client: SchedulerClient) -> None:

@@ -65,6 +65,7 @@ def test_node(server: Cluster, tmp_path: Path) -> None:
     assert "INVALID_ARGUMENT: sampling.temperature is -1" in said
 
 
+@pytest.mark.soak  # the compiler takes its time
 @pytest.mark.skipif(
     None in map(shutil.which, ("g++", "protoc", "grpc_cpp_plugin", "pkg-config")),
     reason="there is no g++ with gRPC here (libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc pkg-config)",
