@@ -175,10 +175,11 @@ class _Member:
         self.pump()
 
     def give_up_stream(self) -> None:
-        """Leaves the stream for a new one; what is on its way comes all the same, for a moment."""
+        """Leaves the stream for a new one; what the scheduler has sent comes all the same, for a moment."""
         end = self._end
         if end is None:
             return
+        end.peer.cut()
         self._process.after(STALE_SECONDS, end.close)
         end.on_end = lambda _: None
         self._disconnected("it was left")
