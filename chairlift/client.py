@@ -5,6 +5,7 @@ breaks is resumed, at the next router where there are several, and goes on where
 """
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -14,14 +15,15 @@ from typing import Self, Unpack
 import grpc
 
 from chairlift.asking import Options, Prompt, generate_request
-from chairlift.calls import DEFAULT_ADDRESS, MAX_MESSAGE_BYTES, failure
+from chairlift.calls import API_KEY_VARIABLE, DEFAULT_ADDRESS, MAX_MESSAGE_BYTES, Router, failure
 from chairlift.patience import Patience
 from chairlift.results import Answer, ChairliftError, Message, Piece
 from chairlift.transcript import Diverged, Transcript, whole_answer
 from protos.v1 import router_pb2_grpc
 from rpc.address import Address, parse_list
 from rpc.channel import connect, connect_blocking
-from rpc.errors import RequestError, from_call
+from rpc.errors import RequestError, StartError, from_call
+from rpc.tls import Tls, TlsFiles
 
 DEFAULT_MAX_RETRIES = 5
 _TOKEN_FIELD = "resume.resume_token"  # noqa: S105 - the name of a field
@@ -39,16 +41,31 @@ class Client:
             print(client.chat("What is the capital of France?", max_tokens=32).text)
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        api_key: str | None = None,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        tls_server_name: str = "",
+    ) -> None:
         """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT; or several, parted by commas.
 
-        Of several routers one is used until it cannot be reached, then the next. Raises ValueError if it is
-        none of these.
+        Of several routers one is used until it cannot be reached, then the next. `api_key` is
+        CHAIRLIFT_API_KEY of the environment when it is not given. The rest are files in PEM form and a name,
+        as in docs/security.md: with `tls_ca` TLS is spoken and that CA believed; `tls_cert` and `tls_key` are
+        shown. Raises ValueError for an address that is none, or files that cannot be used.
         """
-        self._addresses = Addresses(address)
+        self._routers = Routers(address, TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name), api_key)
         self._max_retries = max_retries
         self._channels = {
-            one: connect_blocking(one, max_message_bytes=MAX_MESSAGE_BYTES) for one in self._addresses.all
+            router.address: connect_blocking(
+                router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=router.certificates
+            )
+            for router in self._routers.all
         }
 
     def generate(
@@ -64,11 +81,13 @@ class Client:
         patience = _patience(self._max_retries, timeout_seconds)
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            address = self._addresses.current
+            router = self._routers.current
             try:
-                return whole_answer(self._stub(address).Complete(request, timeout=remaining_seconds))
+                return whole_answer(
+                    self._stub(router).Complete(request, timeout=remaining_seconds, metadata=router.metadata)
+                )
             except grpc.RpcError as error:
-                delay = self._addresses.delay_before_retry(patience, from_call(error), address)
+                delay = self._routers.delay_before_retry(patience, from_call(error), router)
             time.sleep(delay)
 
     def chat(
@@ -109,14 +128,16 @@ class Client:
         for channel in self._channels.values():
             channel.close()
 
-    def _stub(self, address: Address) -> router_pb2_grpc.RouterStub:
-        return router_pb2_grpc.RouterStub(self._channels[address])
+    def _stub(self, router: Router) -> router_pb2_grpc.RouterStub:
+        return router_pb2_grpc.RouterStub(self._channels[router.address])
 
     def _pieces(self, transcript: Transcript, patience: Patience) -> Generator[Piece]:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            address = self._addresses.current
-            call = self._stub(address).Generate(transcript.request, timeout=remaining_seconds)
+            router = self._routers.current
+            call = self._stub(router).Generate(
+                transcript.request, timeout=remaining_seconds, metadata=router.metadata
+            )
             try:
                 for event in call:
                     piece = transcript.take(event)
@@ -124,7 +145,7 @@ class Client:
                         patience.renew()
                         yield piece
             except grpc.RpcError as error:
-                delay = self._addresses.delay_before_resume(transcript, patience, from_call(error), address)
+                delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
             except Diverged as error:
                 raise _cannot_go_on() from error
             else:
@@ -150,9 +171,19 @@ class AsyncClient:
         answers = await asyncio.gather(*(client.chat(question) for question in questions))
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
-        """`address` as for `Client`. Raises ValueError."""
-        self._addresses = Addresses(address)
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        api_key: str | None = None,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        tls_server_name: str = "",
+    ) -> None:
+        """As for `Client`. Raises ValueError."""
+        self._routers = Routers(address, TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name), api_key)
         self._max_retries = max_retries
         self._channels: dict[Address, grpc.aio.Channel] = {}
 
@@ -168,11 +199,15 @@ class AsyncClient:
         patience = _patience(self._max_retries, timeout_seconds)
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            address = self._addresses.current
+            router = self._routers.current
             try:
-                return whole_answer(await self._stub(address).Complete(request, timeout=remaining_seconds))
+                return whole_answer(
+                    await self._stub(router).Complete(
+                        request, timeout=remaining_seconds, metadata=router.metadata
+                    )
+                )
             except grpc.aio.AioRpcError as error:
-                delay = self._addresses.delay_before_retry(patience, from_call(error), address)
+                delay = self._routers.delay_before_retry(patience, from_call(error), router)
             await asyncio.sleep(delay)
 
     async def chat(
@@ -207,16 +242,20 @@ class AsyncClient:
         for channel in self._channels.values():
             await channel.close(None)
 
-    def _stub(self, address: Address) -> "router_pb2_grpc.RouterAsyncStub":
-        if address not in self._channels:  # a channel belongs to the loop that runs when it is made
-            self._channels[address] = connect(address, max_message_bytes=MAX_MESSAGE_BYTES)
-        return router_pb2_grpc.RouterStub(self._channels[address])
+    def _stub(self, router: Router) -> "router_pb2_grpc.RouterAsyncStub":
+        if router.address not in self._channels:  # a channel belongs to the loop that runs when it is made
+            self._channels[router.address] = connect(
+                router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=router.certificates
+            )
+        return router_pb2_grpc.RouterStub(self._channels[router.address])
 
     async def _pieces(self, transcript: Transcript, patience: Patience) -> AsyncGenerator[Piece]:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            address = self._addresses.current
-            call = self._stub(address).Generate(transcript.request, timeout=remaining_seconds)
+            router = self._routers.current
+            call = self._stub(router).Generate(
+                transcript.request, timeout=remaining_seconds, metadata=router.metadata
+            )
             try:
                 async for event in call:
                     piece = transcript.take(event)
@@ -224,7 +263,7 @@ class AsyncClient:
                         patience.renew()
                         yield piece
             except grpc.aio.AioRpcError as error:
-                delay = self._addresses.delay_before_resume(transcript, patience, from_call(error), address)
+                delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
             except Diverged as error:
                 raise _cannot_go_on() from error
             else:
@@ -305,32 +344,37 @@ class AsyncStream:
         await self.close()
 
 
-class Addresses:
+class Routers:
     """The routers a client knows, and the one it asks now."""
 
-    def __init__(self, text: str) -> None:
-        """Raises ValueError unless `text` is an address, or several parted by commas."""
-        self.all = parse_list(text, field="address")
+    def __init__(self, addresses: str, files: TlsFiles, api_key: str | None) -> None:
+        """Raises ValueError with a sentence."""
+        key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+        try:
+            certificates = Tls(files) if files else None
+        except StartError as error:
+            raise ValueError(str(error)) from error
+        self.all = [Router(address, certificates, key) for address in parse_list(addresses, field="address")]
         self.current = self.all[0]
 
-    def delay_before_retry(self, patience: Patience, refusal: RequestError, address: Address) -> float:
+    def delay_before_retry(self, patience: Patience, refusal: RequestError, asked: Router) -> float:
         """Seconds to wait before asking again. Raises ChairliftError when that makes no sense."""
-        if refusal.code is grpc.StatusCode.UNAVAILABLE and address == self.current:
-            self.current = self.all[(self.all.index(address) + 1) % len(self.all)]
+        if refusal.code is grpc.StatusCode.UNAVAILABLE and asked is self.current:
+            self.current = self.all[(self.all.index(asked) + 1) % len(self.all)]
         chance = random.random()  # noqa: S311 - jitter, no secret
         delay = patience.delay_after(refusal, time.monotonic(), chance)
         if delay is None:
-            raise failure(refusal, address) from refusal
+            raise failure(refusal, asked) from refusal
         return delay
 
     def delay_before_resume(
-        self, transcript: Transcript, patience: Patience, refusal: RequestError, address: Address
+        self, transcript: Transcript, patience: Patience, refusal: RequestError, asked: Router
     ) -> float:
         """The same for a stream that has broken."""
         if refusal.field == _TOKEN_FIELD:
             transcript.forget_token()
             return 0.0
-        return self.delay_before_retry(patience, refusal, address)
+        return self.delay_before_retry(patience, refusal, asked)
 
 
 def _patience(max_retries: int, timeout_seconds: float | None) -> Patience:

@@ -9,6 +9,7 @@ from protos.v1 import router_pb2, router_pb2_grpc
 from router import model_files
 from router.config import RouterSettings
 from router.intake import Intake, ServedModel
+from router.key_file import Doorkeeper
 from router.model_files import GenerationDefaults
 from router.resume import MIN_SECRET_BYTES, ResumeTokens
 from router.scheduler_client import SchedulerClient
@@ -22,6 +23,7 @@ from rpc.errors import StartError
 from rpc.health import Health
 from rpc.server import SideDoor, main, serve
 from rpc.settings import load
+from rpc.tls import Tls
 
 SERVICE_NAME: str = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 
@@ -30,6 +32,8 @@ async def run_router() -> int:
     """Serves until told to stop; returns the exit code. Raises StartError when it cannot start."""
     settings = load(RouterSettings, sys.argv[1:], prog="chairlift router")
     log.configure("router", fmt=settings.log_format, level=settings.log_level)
+    certificates = settings.tls()
+    doorkeeper = Doorkeeper(settings.tenants)
     try:
         files = model_files.read(settings.model)
         tokenizer = Tokenizer(files)
@@ -52,6 +56,7 @@ async def run_router() -> int:
                 on_serving_changed=tell_health,
                 shard="|".join(sorted(map(str, addresses))),
                 reconnect_seconds=settings.shard_reconnect,
+                tls=certificates,
             )
             for addresses in settings.shards
             for address in addresses
@@ -71,6 +76,7 @@ async def run_router() -> int:
         schedulers=schedulers,
         max_message_bytes=settings.max_message_bytes,
         client_stall_seconds=settings.client_stall_seconds,
+        doorkeeper=doorkeeper,
     )
     try:
         return await serve(
@@ -79,7 +85,7 @@ async def run_router() -> int:
             health=health,
             run=schedulers.run,
             drain=intake.drain,
-            side_doors=[_http_door(intake, settings)] if settings.http else [],
+            side_doors=[_http_door(intake, settings, doorkeeper, certificates)] if settings.http else [],
         )
     finally:
         intake.close()
@@ -103,7 +109,9 @@ def _resume_tokens(secret_file: Path | None) -> ResumeTokens | None:
     return ResumeTokens(secret)
 
 
-def _http_door(intake: Intake, settings: RouterSettings) -> SideDoor:
+def _http_door(
+    intake: Intake, settings: RouterSettings, doorkeeper: Doorkeeper, certificates: Tls | None
+) -> SideDoor:
     """The HTTP door. Its libraries are an extra. Raises StartError when they are not there."""
     try:
         from router.http.app import HttpApp
@@ -117,8 +125,14 @@ def _http_door(intake: Intake, settings: RouterSettings) -> SideDoor:
         intake,
         max_body_bytes=settings.max_message_bytes,
         client_stall_seconds=settings.client_stall_seconds,
+        doorkeeper=doorkeeper,
     )
-    return HttpDoor(app, settings.http)
+    return HttpDoor(
+        app,
+        settings.http,
+        tls=certificates,
+        demand_certificates=settings.demands_certificates,
+    )
 
 
 def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:

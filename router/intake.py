@@ -24,10 +24,11 @@ from typing import Final
 import grpc
 import structlog
 
-from router import validation
+from router import keys, validation
 from router.call import Call
 from router.chat import ChatError
 from router.kept_results import KeptResult, KeptResults, Name
+from router.keys import ANYBODY, Caller
 from router.request_log import End, FinishReason, OverrunError, RequestLog, drawn_seed
 from router.resume import Resume, ResumeTokens, checked_received
 from router.scheduler_client import SchedulerClient
@@ -67,8 +68,8 @@ class Arrival:
     received_at: float
     deadline: float | None
     body_digest: bytes
-    tenant: str = ""
     refuse_unknown: abc.Callable[[], None] = lambda: None
+    caller: Caller = ANYBODY
 
 
 @dataclass(eq=False, slots=True)
@@ -142,10 +143,11 @@ class Intake:
             validation.check_request_id(request.request_id)
             if request.resume is not None and not request.request_id:
                 raise invalid("request_id", "a resume needs the request_id that Accepted told")
+        tenant = arrival.caller.tenant
         named = [replace(asked, request_id=asked.request_id or uuid.uuid4().hex) for asked in requests]
         with (
             structlog.contextvars.bound_contextvars(request_id=named[0].request_id),
-            self._held([(arrival.tenant, asked.request_id) for asked in named if asked.resume is None]),
+            self._held([(tenant, asked.request_id) for asked in named if asked.resume is None]),
         ):
             begun = [await self._begun(asked, arrival) for asked in named]
             call = Call(tuple(one.log for one in begun))
@@ -181,12 +183,14 @@ class Intake:
 
     async def _begun(self, asked: validation.GenerateRequest, arrival: Arrival) -> _Begun:
         """A request's log, and where it goes. Raises RequestError when it is not right in every respect."""
+        tenant = arrival.caller.tenant
         self._schedulers.check_serving()
         age_seconds = self._age(asked.request_id, asked.resume, arrival) if asked.resume else None
         checked = validation.checked(asked, model=self.model.name, limits=_limits(self._schedulers.welcome()))
+        keys.check_priority(arrival.caller, checked.priority)
         arrival.refuse_unknown()
         prompt_token_ids = await self._prompt_token_ids(checked.prompt)
-        scheduler = self._schedulers.place(placing_name(arrival.tenant, tuple(prompt_token_ids)))
+        scheduler = self._schedulers.place(placing_name(tenant, tuple(prompt_token_ids)))
         welcome = scheduler.welcome
         assert welcome is not None, "a scheduler that takes requests has been welcomed"
         limits = _limits(welcome)
@@ -195,12 +199,12 @@ class Intake:
             prompt_token_ids,
             limits=limits,
             defaults=self.model.defaults,
-            drawn_seed=drawn_seed(arrival.tenant, asked.request_id, arrival.body_digest),
+            drawn_seed=drawn_seed(tenant, asked.request_id, arrival.body_digest),
         )
         tokenizer = self.model.tokenizer
         log = RequestLog(
             request_id=asked.request_id,
-            tenant=arrival.tenant,
+            tenant=tenant,
             prompt_token_ids=valid.prompt_token_ids,
             sampling=valid.sampling,
             texts=[
@@ -209,7 +213,8 @@ class Intake:
             ],
             eos_token_ids=frozenset(welcome.eos_token_ids),
             priority=valid.priority,
-            cache_salt=valid.cache_salt,
+            # No tenant can tell by the time to the first token what another has asked.
+            cache_salt=f"{tenant}\0{valid.cache_salt}" if tenant else valid.cache_salt,
             body_digest=arrival.body_digest,
             deadline=arrival.deadline,
             received_at=arrival.received_at,
@@ -230,12 +235,12 @@ class Intake:
     # --- what comes again ---------------------------------------------------------------------------
 
     def _token(self, asked: validation.GenerateRequest, arrival: Arrival) -> str:
-        return self._tokens.issue(arrival.tenant, asked.request_id, arrival.body_digest, time.time())
+        return self._tokens.issue(arrival.caller.tenant, asked.request_id, arrival.body_digest, time.time())
 
     def _age(self, request_id: str, resume: Resume, arrival: Arrival) -> float:
         """Seconds since a request that is resumed was accepted. Raises RequestError when it is not theirs."""
         accepted_at = self._tokens.accepted_at(
-            resume.resume_token, arrival.tenant, request_id, arrival.body_digest
+            resume.resume_token, arrival.caller.tenant, request_id, arrival.body_digest
         )
         return max(0.0, time.time() - accepted_at)
 

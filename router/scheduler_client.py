@@ -28,8 +28,9 @@ from router.scheduler_session import (
     Welcome,
 )
 from rpc.address import Address
-from rpc.channel import connect
+from rpc.channel import Line
 from rpc.errors import RequestError, from_call
+from rpc.tls import Tls, explained
 
 _MIN_RETRY_SECONDS: Final = 0.05
 _MAX_RETRY_SECONDS: Final = 1.0
@@ -58,6 +59,7 @@ class SchedulerClient:
         on_serving_changed: abc.Callable[[], None],
         shard: str = "",
         reconnect_seconds: float = RECONNECT_SECONDS,
+        tls: Tls | None = None,
     ) -> None:
         """`on_serving_changed` is called whenever `refusal` may have changed.
 
@@ -68,8 +70,9 @@ class SchedulerClient:
         self.on_changed: abc.Callable[[], None] = lambda: None
         """Called when `refusal` or `is_lost` may have changed: for whoever places requests."""
         self._reconnect_seconds = reconnect_seconds
-        self._channel = connect(address, max_message_bytes=max_message_bytes)
-        self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
+        self._tls = tls
+        self._line = Line(address, max_message_bytes=max_message_bytes, tls=tls)
+        self._stub = scheduler_pb2_grpc.SchedulerStub(self._line.channel)
         self._session = SchedulerSession(
             router_id=router_id, tokenizer=tokenizer, recovery_timeout_seconds=recovery_timeout_seconds
         )
@@ -188,13 +191,15 @@ class SchedulerClient:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            await self._channel.close(None)
+            await self._line.close()
 
     async def _hold_stream(self) -> tuple[str, Lost]:
         """Keeps one stream for as long as it lives.
 
         Returns why it ended, as the rest of a sentence, and what the session is to be told with it.
         """
+        if await self._line.renew():
+            self._stub = scheduler_pb2_grpc.SchedulerStub(self._line.channel)
         call = self._stub.Connect()  # type: ignore[call-arg]  # without an iterator: we call write()
         connection = self._session.connected()
         self._outgoing.set()
@@ -211,8 +216,9 @@ class SchedulerClient:
             except SessionError as error:
                 return f"it broke the protocol: {error}", self._session.broke_protocol
             except grpc.aio.AioRpcError as error:
-                reason = f"it cannot be reached ({error.code().name}: {error.details()})"
-                return reason, self._session.disconnected
+                details = error.details() or ""
+                why = explained(details, self._tls) or f"{error.code().name}: {details}"
+                return f"it cannot be reached ({why})", self._session.disconnected
             else:
                 return "it ended the stream", self._session.disconnected
             finally:

@@ -14,6 +14,7 @@ import structlog
 from protos.v1 import router_pb2
 from rpc.address import Address
 from rpc.channel import MAX_RECONNECT_SECONDS
+from rpc.tls import Tls
 from scheduler import audit, wire
 from scheduler.blocks import BlockError
 from scheduler.core import SchedulerCore
@@ -313,6 +314,7 @@ class ExecutorLoop:
         scheduler_id: str,
         reattach_seconds: float,
         max_message_bytes: int,
+        tls: Tls | None = None,
         term: int = 0,
         on_held: Callable[[str, int], None] | None = None,
     ) -> None:
@@ -323,7 +325,7 @@ class ExecutorLoop:
         self._address = address
         self._scheduler_id = scheduler_id
         self._reattach_seconds = reattach_seconds
-        self._client = ExecutorClient(address, max_message_bytes=max_message_bytes)
+        self._client = ExecutorClient(address, max_message_bytes=max_message_bytes, tls=tls)
 
     @property
     def is_attached(self) -> bool:

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from router.http import errors
 from router.http.errors import HttpError
+from router.keys import ANYBODY
 from router.stall import StallGuard
 from rpc.errors import RequestError
 
@@ -35,6 +36,7 @@ class Exchange:
         self.names: abc.Mapping[str, str] = {}
         self.guard: StallGuard | None = None
         """Watches over the writing of events."""
+        self.caller = ANYBODY
         self._receive = receive
         self._send = send
         self._begun = False

@@ -10,6 +10,7 @@ import grpc
 
 from protos.v1 import router_pb2_grpc, scheduler_pb2
 from router.intake import Intake, ServedModel
+from router.key_file import Doorkeeper
 from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
@@ -31,6 +32,7 @@ class Rig:
     servicer: RouterServicer
     intake: Intake
     pool: SchedulerPool
+    doorkeeper: Doorkeeper
 
     async def serving(self) -> None:
         """Waits until requests are taken."""
@@ -60,6 +62,7 @@ async def rig(
     max_tokens: int | None = None,
     served: bool = True,
     client_stall_seconds: float = 30.0,
+    tenants: str = "",
 ) -> AsyncIterator[Rig]:
     scheduler = scheduler or ScriptedScheduler()
     async with contextlib.AsyncExitStack() as stack:
@@ -78,10 +81,12 @@ async def rig(
         model = ServedModel("tiny", tokenizer, Defaults(temperature=0.5, max_tokens=max_tokens))
         intake = Intake(model=model, schedulers=pool)
         stack.callback(intake.close)
+        doorkeeper = Doorkeeper(tenants)
         servicer = RouterServicer(
             intake=intake,
             schedulers=pool,
             max_message_bytes=MAX_MESSAGE_BYTES,
+            doorkeeper=doorkeeper,
             client_stall_seconds=client_stall_seconds,
         )
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
@@ -99,7 +104,7 @@ async def rig(
         stack.push_async_callback(stop_running)
         channel = connect(Address.parse(address, field=""), max_message_bytes=MAX_MESSAGE_BYTES)
         stack.push_async_callback(channel.close)
-        started = Rig(router_pb2_grpc.RouterStub(channel), scheduler, servicer, intake, pool)
+        started = Rig(router_pb2_grpc.RouterStub(channel), scheduler, servicer, intake, pool, doorkeeper)
         if ready:
             await started.serving()
         yield started
