@@ -1,7 +1,7 @@
 """The client library: `Client` for threads, `AsyncClient` for asyncio; the same calls, the same answers.
 
 Each is a thin shell around `transcript` (what is new), `patience` (when to ask again) and gRPC. A stream that
-breaks is asked for again and goes on where it stopped.
+breaks is resumed, at the next router where there are several, and goes on where it stopped.
 """
 
 import asyncio
@@ -20,12 +20,13 @@ from chairlift.patience import Patience
 from chairlift.results import Answer, ChairliftError, Message, Piece
 from chairlift.transcript import Diverged, Transcript, whole_answer
 from protos.v1 import router_pb2_grpc
-from rpc.address import Address
+from rpc.address import Address, parse_list
 from rpc.channel import connect, connect_blocking
-from rpc.errors import StartError, from_call
+from rpc.errors import RequestError, StartError, from_call
 from rpc.tls import Tls, TlsFiles
 
 DEFAULT_MAX_RETRIES = 5
+_TOKEN_FIELD = "resume.resume_token"  # noqa: S105 - the name of a field
 
 
 class Client:
@@ -51,19 +52,21 @@ class Client:
         tls_key: str = "",
         tls_server_name: str = "",
     ) -> None:
-        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT.
+        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT; or several, parted by commas.
 
-        `api_key` is CHAIRLIFT_API_KEY of the environment when it is not given. The rest are files in PEM form
-        and a name, as in docs/security.md: with `tls_ca` TLS is spoken and that CA believed; `tls_cert` and
-        `tls_key` are shown. Raises ValueError for an address that is none, or files that cannot be used.
+        Of several routers one is used until it cannot be reached, then the next. `api_key` is
+        CHAIRLIFT_API_KEY of the environment when it is not given. The rest are files in PEM form and a name,
+        as in docs/security.md: with `tls_ca` TLS is spoken and that CA believed; `tls_cert` and `tls_key` are
+        shown. Raises ValueError for an address that is none, or files that cannot be used.
         """
-        files = TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name)
-        self._router = _router(address, files, api_key)
+        self._routers = Routers(address, TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name), api_key)
         self._max_retries = max_retries
-        self._channel = connect_blocking(
-            self._router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=self._router.certificates
-        )
-        self._stub = router_pb2_grpc.RouterStub(self._channel)
+        self._channels = {
+            router.address: connect_blocking(
+                router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=router.certificates
+            )
+            for router in self._routers.all
+        }
 
     def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
@@ -78,12 +81,13 @@ class Client:
         patience = _patience(self._max_retries, timeout_seconds)
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
+            router = self._routers.current
             try:
                 return whole_answer(
-                    self._stub.Complete(request, timeout=remaining_seconds, metadata=self._router.metadata)
+                    self._stub(router).Complete(request, timeout=remaining_seconds, metadata=router.metadata)
                 )
             except grpc.RpcError as error:
-                delay = _delay_before_retry(patience, error, self._router)
+                delay = self._routers.delay_before_retry(patience, from_call(error), router)
             time.sleep(delay)
 
     def chat(
@@ -120,14 +124,19 @@ class Client:
         return Stream(self._pieces(transcript, _patience(self._max_retries, timeout_seconds)), transcript)
 
     def close(self) -> None:
-        """Gives the connection back; calls that run are cancelled."""
-        self._channel.close()
+        """Gives the connections back; calls that run are cancelled."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def _stub(self, router: Router) -> router_pb2_grpc.RouterStub:
+        return router_pb2_grpc.RouterStub(self._channels[router.address])
 
     def _pieces(self, transcript: Transcript, patience: Patience) -> Generator[Piece]:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            call = self._stub.Generate(
-                transcript.request, timeout=remaining_seconds, metadata=self._router.metadata
+            router = self._routers.current
+            call = self._stub(router).Generate(
+                transcript.request, timeout=remaining_seconds, metadata=router.metadata
             )
             try:
                 for event in call:
@@ -136,7 +145,7 @@ class Client:
                         patience.renew()
                         yield piece
             except grpc.RpcError as error:
-                delay = _delay_before_retry(patience, error, self._router)
+                delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
             except Diverged as error:
                 raise _cannot_go_on() from error
             else:
@@ -173,16 +182,10 @@ class AsyncClient:
         tls_key: str = "",
         tls_server_name: str = "",
     ) -> None:
-        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT.
-
-        `api_key` is CHAIRLIFT_API_KEY of the environment when it is not given. The rest are files in PEM form
-        and a name, as in docs/security.md: with `tls_ca` TLS is spoken and that CA believed; `tls_cert` and
-        `tls_key` are shown. Raises ValueError for an address that is none, or files that cannot be used.
-        """
-        files = TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name)
-        self._router = _router(address, files, api_key)
+        """As for `Client`. Raises ValueError."""
+        self._routers = Routers(address, TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name), api_key)
         self._max_retries = max_retries
-        self._channel: grpc.aio.Channel | None = None
+        self._channels: dict[Address, grpc.aio.Channel] = {}
 
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
@@ -196,14 +199,15 @@ class AsyncClient:
         patience = _patience(self._max_retries, timeout_seconds)
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
+            router = self._routers.current
             try:
                 return whole_answer(
-                    await self._stub.Complete(
-                        request, timeout=remaining_seconds, metadata=self._router.metadata
+                    await self._stub(router).Complete(
+                        request, timeout=remaining_seconds, metadata=router.metadata
                     )
                 )
             except grpc.aio.AioRpcError as error:
-                delay = _delay_before_retry(patience, error, self._router)
+                delay = self._routers.delay_before_retry(patience, from_call(error), router)
             await asyncio.sleep(delay)
 
     async def chat(
@@ -234,24 +238,23 @@ class AsyncClient:
         return AsyncStream(self._pieces(transcript, patience), transcript)
 
     async def close(self) -> None:
-        """Gives the connection back; calls that run are cancelled."""
-        if self._channel is not None:
-            await self._channel.close(None)
+        """Gives the connections back; calls that run are cancelled."""
+        for channel in self._channels.values():
+            await channel.close(None)
 
-    @property
-    def _stub(self) -> "router_pb2_grpc.RouterAsyncStub":
-        if self._channel is None:  # a channel belongs to the loop that runs when it is made
-            router = self._router
-            self._channel = connect(
+    def _stub(self, router: Router) -> "router_pb2_grpc.RouterAsyncStub":
+        if router.address not in self._channels:  # a channel belongs to the loop that runs when it is made
+            self._channels[router.address] = connect(
                 router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=router.certificates
             )
-        return router_pb2_grpc.RouterStub(self._channel)
+        return router_pb2_grpc.RouterStub(self._channels[router.address])
 
     async def _pieces(self, transcript: Transcript, patience: Patience) -> AsyncGenerator[Piece]:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            call = self._stub.Generate(
-                transcript.request, timeout=remaining_seconds, metadata=self._router.metadata
+            router = self._routers.current
+            call = self._stub(router).Generate(
+                transcript.request, timeout=remaining_seconds, metadata=router.metadata
             )
             try:
                 async for event in call:
@@ -260,7 +263,7 @@ class AsyncClient:
                         patience.renew()
                         yield piece
             except grpc.aio.AioRpcError as error:
-                delay = _delay_before_retry(patience, error, self._router)
+                delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
             except Diverged as error:
                 raise _cannot_go_on() from error
             else:
@@ -341,26 +344,41 @@ class AsyncStream:
         await self.close()
 
 
+class Routers:
+    """The routers a client knows, and the one it asks now."""
+
+    def __init__(self, addresses: str, files: TlsFiles, api_key: str | None) -> None:
+        """Raises ValueError with a sentence."""
+        key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+        try:
+            certificates = Tls(files) if files else None
+        except StartError as error:
+            raise ValueError(str(error)) from error
+        self.all = [Router(address, certificates, key) for address in parse_list(addresses, field="address")]
+        self.current = self.all[0]
+
+    def delay_before_retry(self, patience: Patience, refusal: RequestError, asked: Router) -> float:
+        """Seconds to wait before asking again. Raises ChairliftError when that makes no sense."""
+        if refusal.code is grpc.StatusCode.UNAVAILABLE and asked is self.current:
+            self.current = self.all[(self.all.index(asked) + 1) % len(self.all)]
+        chance = random.random()  # noqa: S311 - jitter, no secret
+        delay = patience.delay_after(refusal, time.monotonic(), chance)
+        if delay is None:
+            raise failure(refusal, asked) from refusal
+        return delay
+
+    def delay_before_resume(
+        self, transcript: Transcript, patience: Patience, refusal: RequestError, asked: Router
+    ) -> float:
+        """The same for a stream that has broken."""
+        if refusal.field == _TOKEN_FIELD:
+            transcript.forget_token()
+            return 0.0
+        return self.delay_before_retry(patience, refusal, asked)
+
+
 def _patience(max_retries: int, timeout_seconds: float | None) -> Patience:
     return Patience(max_retries, None if timeout_seconds is None else time.monotonic() + timeout_seconds)
-
-
-def _router(address: str, files: TlsFiles, api_key: str | None) -> Router:
-    """Raises ValueError with a sentence."""
-    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
-    try:
-        return Router(Address.parse(address, field="address"), Tls(files) if files else None, key)
-    except StartError as error:
-        raise ValueError(str(error)) from error
-
-
-def _delay_before_retry(patience: Patience, error: grpc.RpcError, router: Router) -> float:
-    """Seconds to wait before asking again. Raises ChairliftError when that makes no sense."""
-    refusal = from_call(error)
-    delay = patience.delay_after(refusal, time.monotonic(), random.random())  # noqa: S311 - jitter, no secret
-    if delay is None:
-        raise failure(refusal, router) from error
-    return delay
 
 
 def _conversation(
@@ -372,8 +390,7 @@ def _conversation(
 def _cannot_go_on() -> ChairliftError:
     return ChairliftError(
         "ABORTED",
-        "the stream broke, and the same request with the same seed got another answer, so this one cannot be "
-        "continued",
+        "the stream broke, and what came after it does not go on with this answer, which cannot be continued",
     )
 
 

@@ -6,6 +6,7 @@ takes certificates. What a flag means is known by the service that takes it: her
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from rpc.address import Address, AddressError
 from rpc.errors import StartError
 from rpc.settings import Settings, load
 
+SECRET = "cluster-secret"  # noqa: S105 - the name of a file
 _FIRST_RESTART_SECONDS = 0.5
 _LONGEST_RESTART_SECONDS = 10.0
 _STEADY_SECONDS = 60.0
@@ -84,6 +86,9 @@ class ServeSettings(Settings):
     recovery_timeout: float | None = Field(
         default=None, description="How long a request waits for a lost scheduler, seconds."
     )
+    client_stall_seconds: float | None = Field(
+        default=None, description="A client that takes nothing for this long is cut."
+    )
     grace_seconds: float = Field(
         default=30.0, ge=0, description="How long running requests may go on after SIGTERM."
     )
@@ -123,6 +128,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "model_name": ("router",),
     "default_max_tokens": ("router",),
     "recovery_timeout": ("router",),
+    "client_stall_seconds": ("router",),
     "grace_seconds": ALL,
     "max_message_bytes": ALL,
     "log_format": ALL,
@@ -131,13 +137,16 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
 
 
 def services(settings: ServeSettings, model: Path, folder: Path) -> list[Service]:
-    """The three processes, in the order in which they become ready. `folder` is where their sockets go."""
+    """The three processes, in the order in which they become ready. `folder` has their sockets and secret."""
     sockets = {name: f"unix:{folder}/{name}.sock" for name in ALL}
     own = {
         "executor": ["--listen", sockets["executor"]],
         "scheduler": ["--listen", sockets["scheduler"], "--executor", sockets["executor"]],
         # Its own socket too: by it we see how it is, whatever certificates clients must show.
-        "router": ["--listen", f"{settings.listen},{sockets['router']}", "--scheduler", sockets["scheduler"]],
+        "router": [
+            *("--listen", f"{settings.listen},{sockets['router']}", "--scheduler", sockets["scheduler"]),
+            *("--cluster-secret-file", str(folder / SECRET)),
+        ],
     }
     given = settings.model_dump(exclude_none=True) | {"model": str(model)}
     for field, names in TAKEN_BY.items():
@@ -154,6 +163,8 @@ def main(argv: list[str]) -> int:
         Address.parse(settings.listen, field="--listen")
         model = resolve(settings.model, default_models_dir())
         with tempfile.TemporaryDirectory(prefix="chairlift-") as folder:
+            # A router that is started again goes on with the streams of the one before.
+            (Path(folder) / SECRET).write_bytes(secrets.token_bytes(32))
             for service in services(settings, model, Path(folder)):
                 Address.parse(service.listens_at[-1], field=f"the {service.name}'s socket (see TMPDIR)")
             return asyncio.run(_serve(settings, services(settings, model, Path(folder))))

@@ -1,9 +1,10 @@
 """The events of a stream into pieces, over as many streams as it takes: what was shown is never shown again.
 
-When a stream breaks, the request is asked again with the seed that its first stream told (docs/protocol.md,
-"Resuming as a client"): the same request with the same seed gives the same tokens. What comes once more is
-compared with what is there and dropped; where it differs, the answer cannot be continued, and `Diverged` says
-so rather than splice two answers.
+When a stream breaks, the request is resumed with the token of its first event and the ids that are there
+(docs/protocol.md, "Resuming as a client"), and goes on after them. Where no router knows the token any more,
+it is asked again with the seed that its first stream told: the same request with the same seed gives the
+same tokens. What comes once more is compared with what is there and dropped; where it differs, the answer
+cannot be continued, and `Diverged` says so rather than splice two answers.
 
 A state machine without I/O. It must not know channels, clocks, retries.
 """
@@ -24,7 +25,7 @@ _REASONS = {
 
 
 class Diverged(Exception):  # noqa: N818 - it is what happened, and the shell makes an error of it
-    """The repeated answer is not the one that was begun."""
+    """The answer does not go on with the one that was begun."""
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class Transcript:
 
     def __init__(self, request: router_pb2.GenerateRequest) -> None:
         self.request = request
+        self._asked = request
         self._accepted = router_pb2.Accepted()
         self._choices = [_Choice() for _ in range(max(1, request.n))]
 
@@ -54,16 +56,30 @@ class Transcript:
         return all(choice.finished is not None for choice in self._choices)
 
     def restart(self) -> None:
-        """The stream broke, and the request will be asked again."""
-        if self._accepted.request_id:  # else nothing has been shown, and the same is asked
-            request = router_pb2.GenerateRequest()
-            request.CopyFrom(self.request)
-            request.sampling.seed = self._accepted.seed
-            request.request_id = ""  # the old one may still be in use
-            self.request = request
+        """The stream broke; `request` is now what goes on with it."""
         for choice in self._choices:
             choice.shown_text = "".join(choice.pieces)
             choice.num_characters = choice.num_token_ids = 0
+        if not self._accepted.request_id:
+            return  # nothing has been shown, and the same is asked
+        self.request = router_pb2.GenerateRequest()
+        self.request.CopyFrom(self._asked)
+        if self._accepted.resume_token:
+            self._resume()
+        else:
+            self.request.request_id = ""  # the old one may still be in use
+            self.request.sampling.seed = self._accepted.seed
+
+    def _resume(self) -> None:
+        self.request.request_id = self._accepted.request_id
+        self.request.resume.resume_token = self._accepted.resume_token
+        for index, choice in enumerate(self._choices):
+            self.request.resume.received.add(index=index, token_ids=choice.token_ids)
+            choice.num_characters, choice.num_token_ids = len(choice.shown_text), len(choice.token_ids)
+
+    def forget_token(self) -> None:
+        """No router that is asked knows the resume token."""
+        self._accepted.resume_token = ""
 
     def take(self, event: router_pb2.GenerateEvent) -> Piece | None:
         """What is new in an event; None when nothing is. Raises Diverged."""

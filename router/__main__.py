@@ -3,6 +3,7 @@
 import sys
 import uuid
 from functools import partial
+from pathlib import Path
 
 from protos.v1 import router_pb2, router_pb2_grpc
 from router import model_files, validation
@@ -10,13 +11,14 @@ from router.config import RouterSettings
 from router.intake import Intake, ServedModel
 from router.key_file import Doorkeeper
 from router.model_files import GenerationDefaults
-from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.resume import MIN_SECRET_BYTES, ResumeTokens
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer
 from router.validation import Defaults
 from rpc import log
-from rpc.address import parse_list
 from rpc.errors import StartError
 from rpc.health import Health
 from rpc.server import SideDoor, main, serve
@@ -52,9 +54,12 @@ async def run_router() -> int:
                 recovery_timeout_seconds=settings.recovery_timeout,
                 max_message_bytes=settings.max_message_bytes,
                 on_serving_changed=tell_health,
+                shard="|".join(sorted(map(str, addresses))),
+                reconnect_seconds=settings.shard_reconnect,
                 tls=certificates,
             )
-            for address in parse_list(settings.scheduler, field="--scheduler")
+            for addresses in settings.shards
+            for address in addresses
         ]
     )
     intake = Intake(
@@ -64,11 +69,13 @@ async def run_router() -> int:
             defaults=_defaults(files.generation_defaults, settings.default_max_tokens),
         ),
         schedulers=schedulers,
+        tokens=_resume_tokens(settings.cluster_secret_file),
     )
     servicer = RouterServicer(
         intake=intake,
         schedulers=schedulers,
         max_message_bytes=settings.max_message_bytes,
+        client_stall_seconds=settings.client_stall_seconds,
         doorkeeper=doorkeeper,
     )
     try:
@@ -84,6 +91,24 @@ async def run_router() -> int:
         )
     finally:
         intake.close()
+
+
+def _resume_tokens(secret_file: Path | None) -> ResumeTokens | None:
+    """Tokens with the cluster's secret; None without a file. Raises StartError."""
+    if secret_file is None:
+        return None
+    try:
+        secret = secret_file.read_bytes()
+    except OSError as error:
+        raise StartError(
+            f"--cluster-secret-file is {secret_file}: it cannot be read ({error.strerror})"
+        ) from error
+    if len(secret) < MIN_SECRET_BYTES:
+        raise StartError(
+            f"--cluster-secret-file is {secret_file}, of {len(secret)} bytes: it must have at least "
+            f"{MIN_SECRET_BYTES} (`head -c 32 /dev/urandom > FILE` makes one)"
+        )
+    return ResumeTokens(secret)
 
 
 def _http_door(
@@ -106,16 +131,22 @@ def _http_door(
 
     async def story(request_id: str, tenant: str) -> dict[str, object]:
         validation.check_request_id(request_id)
-        return await schedulers.place(request_id).time_line(request_id, tenant)
+        return await schedulers.first_answer(lambda scheduler: scheduler.time_line(request_id, tenant))
 
-    live = Live(
-        [client.steps for client in schedulers.clients],
-        intake.latencies,
-        refusal=lambda: intake.refusal,
-        story=story,
+    app = HttpApp(
+        intake,
+        max_body_bytes=settings.max_message_bytes,
+        client_stall_seconds=settings.client_stall_seconds,
+        doorkeeper=doorkeeper,
+        live=Live(
+            [client.steps for client in schedulers.clients],
+            intake.latencies,
+            refusal=lambda: intake.refusal,
+            story=story,
+        ),
     )
     return HttpDoor(
-        HttpApp(intake, max_body_bytes=settings.max_message_bytes, doorkeeper=doorkeeper, live=live),
+        app,
         settings.http,
         tls=certificates,
         demand_certificates=settings.demands_certificates,

@@ -52,6 +52,16 @@ class Call:
         self._ends_untold = {choice for log in logs for choice in log.choices}
         self._failure: RequestError | None = None
 
+    @property
+    def num_unread_logprobs(self) -> int:
+        """Log-probabilities that wait for the client, of the choice with the most."""
+        return max(choice.num_unread_logprobs for log in self.logs for choice in log.choices)
+
+    def fail(self, failure: RequestError) -> None:
+        """Nothing more will come: whoever waits gets this failure."""
+        self._failure = failure
+        self.ring()
+
     def ring(self) -> None:
         """Something new is in a log."""
         self._bell.set()
@@ -83,6 +93,8 @@ class Call:
             if self._failure is not None:
                 raise self._failure
             await self._bell.wait()
+            if self._failure is not None:
+                raise self._failure
 
     def _news_of(self, log: RequestLog) -> list[News]:
         if log.lacks_prompt_logprobs and log.choices[0].end is None:
@@ -103,7 +115,7 @@ class Call:
     async def _until(self, reached: abc.Callable[[RequestLog], bool]) -> None:
         while True:
             self._bell.clear()
-            if (failed := self._first_failure()) is not None:
+            if (failed := self._failure or self._first_failure()) is not None:
                 raise failed
             if all(map(reached, self.logs)):
                 return

@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from router.scheduler_client import RECONNECT_SECONDS
+from router.stall import STALL_SECONDS
+from rpc.address import Address, AddressError, parse_groups
 from rpc.settings import ServiceSettings
 
 
@@ -37,7 +40,13 @@ class RouterSettings(ServiceSettings):
         default="", max_length=256, description="The name that clients use; empty: the model's own name."
     )
     scheduler: str = Field(
-        description="Scheduler to send requests to; several, separated by commas, share the requests."
+        description="Scheduler to send requests to: ADDR. ADDR,ADDR: shards, each with executors of its own, "
+        "share the requests. ADDR|ADDR: a scheduler and its standbys; the one that leads is used."
+    )
+    cluster_secret_file: Path | None = Field(
+        default=None,
+        description="File with at least 16 random bytes that all routers of a cluster have: they go on with "
+        "each other's streams. Absent: a router verifies its own resume tokens alone, until it ends.",
     )
     default_max_tokens: int | None = Field(
         default=None,
@@ -52,6 +61,36 @@ class RouterSettings(ServiceSettings):
         allow_inf_nan=False,
         description="Seconds that running requests wait for a lost scheduler; 0 ends them at once.",
     )
+    shard_reconnect: float = Field(
+        default=RECONNECT_SECONDS,
+        ge=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="Seconds after which requests of a lost shard go on in another one; best no less than "
+        "the schedulers' --orphan-grace-seconds.",
+    )
+    client_stall_seconds: float = Field(
+        default=STALL_SECONDS,
+        gt=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="A client that takes nothing of its stream for this long is cut, and its request "
+        "given up.",
+    )
+
+    @field_validator("scheduler")
+    @classmethod
+    def _scheduler_addresses(cls, value: str) -> str:
+        try:
+            parse_groups(value, field="--scheduler")
+        except AddressError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    @property
+    def shards(self) -> list[list[Address]]:
+        """Where schedulers are looked for: each shard with its alternatives."""
+        return parse_groups(self.scheduler, field="--scheduler")
 
     @property
     def demands_certificates(self) -> bool:

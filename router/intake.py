@@ -4,6 +4,10 @@ A door (gRPC, HTTP) turns what its client sent into `validation.GenerateRequest`
 own words. Everything between is here, once. Several requests may be one call (a list of prompts): they are
 taken in together or not at all. Whatever way a call ends, its schedulers are told (`Intake.call`).
 
+A name (tenant and request id) belongs to one call at a time. A request that comes again under its name gets
+what there is: the result while it is kept, the sequence that a dead router has left at the scheduler, else a
+new computation with the same seed. A resume may do more: it takes the name over from a call that has it.
+
 It must not know: proto types, JSON, how a client is reached.
 """
 
@@ -24,10 +28,13 @@ from router import keys, validation
 from router.call import Call
 from router.chat import ChatError
 from router.constraint_checks import ConstraintChecks
+from router.kept_results import KeptResult, KeptResults, Name
 from router.keys import ANYBODY, Caller
 from router.latencies import Latencies
-from router.request_log import End, FinishReason, RequestLog
-from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.request_log import End, FinishReason, OverrunError, RequestLog, drawn_seed
+from router.resume import Resume, ResumeTokens, checked_received
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool, placing_name
 from router.scheduler_session import Welcome
 from router.stop_strings import StopStrings
 from router.text_stream import TextStream
@@ -67,14 +74,37 @@ class Arrival:
     caller: Caller = ANYBODY
 
 
+@dataclass(eq=False, slots=True)
+class _Holder:
+    """A call that has a name; its log and its call come once the request is taken in."""
+
+    log: RequestLog | None = None
+    call: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A request that may be submitted, and where."""
+
+    scheduler: SchedulerClient
+    log: RequestLog
+    is_resumed: bool
+
+
 class Intake:
     """The requests under way in this router, and the way in."""
 
-    def __init__(self, *, model: ServedModel, schedulers: SchedulerPool) -> None:
+    def __init__(
+        self, *, model: ServedModel, schedulers: SchedulerPool, tokens: ResumeTokens | None = None
+    ) -> None:
+        """Without `tokens`, those of this router can be verified by nobody else."""
         self.model = model
         self.latencies = Latencies()
         self._schedulers = schedulers
-        self._live_ids: set[tuple[str, str]] = set()  # tenant and request id
+        self._tokens = tokens or ResumeTokens(secrets.token_bytes(32))
+        self._holders: dict[Name, _Holder] = {}
+        self._kept = KeptResults()
+        self._num_calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._constraint_checks = ConstraintChecks()
@@ -88,7 +118,7 @@ class Intake:
     @property
     def num_live(self) -> int:
         """Requests under way."""
-        return len(self._live_ids)
+        return len(self._holders)
 
     def welcome(self) -> Welcome:
         """What a scheduler has told of the model. Raises RequestError, UNAVAILABLE, before any has."""
@@ -116,62 +146,70 @@ class Intake:
         """
         for request in requests:
             validation.check_request_id(request.request_id)
+            if request.resume is not None and not request.request_id:
+                raise invalid("request_id", "a resume needs the request_id that Accepted told")
+        tenant = arrival.caller.tenant
         named = [replace(asked, request_id=asked.request_id or uuid.uuid4().hex) for asked in requests]
-        ids = [(arrival.caller.tenant, asked.request_id) for asked in named]
-        with structlog.contextvars.bound_contextvars(request_id=ids[0][1]), self._reserved(ids):
+        with (
+            structlog.contextvars.bound_contextvars(request_id=named[0].request_id),
+            self._held([(tenant, asked.request_id) for asked in named if asked.resume is None]),
+        ):
             begun = [await self._begun(asked, arrival) for asked in named]
-            validation.check_prompt_logprobs(sum(log.num_prompt_numbers for _, log in begun))
-            call = Call(tuple(log for _, log in begun))
+            validation.check_prompt_logprobs(sum(one.log.num_prompt_numbers for one in begun))
+            call = Call(tuple(one.log for one in begun))
             try:
-                for scheduler, log in begun:
-                    scheduler.submit(log, call.ring)
+                for one in begun:
+                    self._submit(one, call)
                 yield call
             finally:
-                late = arrival.deadline is not None and time.monotonic() >= arrival.deadline
-                for scheduler, log in begun:
-                    scheduler.release(log, End(FinishReason.DEADLINE if late else FinishReason.ABORT))
-                    _log_end(log)
+                now = time.monotonic()
+                late = arrival.deadline is not None and now >= arrival.deadline
+                for log in call.logs:
+                    self._release(log, End(FinishReason.DEADLINE if late else FinishReason.ABORT), now)
 
     @contextlib.contextmanager
-    def _reserved(self, ids: list[tuple[str, str]]) -> abc.Iterator[None]:
-        """Keeps ids, each for one request of its tenant. Raises RequestError for one in use."""
-        for tenant, request_id in ids:
-            if (tenant, request_id) in self._live_ids:
-                raise RequestError(
-                    grpc.StatusCode.ALREADY_EXISTS,
-                    f"request_id is {request_id!r}, and a request of this id is still running",
-                    field="request_id",
-                )
-        self._live_ids.update(ids)
+    def _held(self, names: list[Name]) -> abc.Iterator[None]:
+        """Keeps names for a call. Raises RequestError, ALREADY_EXISTS, when a call has one of them."""
+        for name in names:
+            if name in self._holders:
+                raise _in_use(name)
+        holders = {name: _Holder() for name in names}
+        self._holders |= holders
+        self._num_calls += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._live_ids.difference_update(ids)
-            if not self._live_ids:
+            for name, holder in holders.items():
+                if self._holders.get(name) is holder:
+                    del self._holders[name]
+            self._num_calls -= 1
+            if not self._num_calls:
                 self._idle.set()
 
-    async def _begun(
-        self, asked: validation.GenerateRequest, arrival: Arrival
-    ) -> tuple[SchedulerClient, RequestLog]:
-        """Where a request goes, and its log. Raises RequestError when it is not right in every respect."""
-        scheduler = self._schedulers.place(asked.request_id)
-        welcome = scheduler.welcome
-        assert welcome is not None, "a scheduler that takes requests has been welcomed"
-        limits = _limits(welcome)
-        checked = validation.checked(asked, model=self.model.name, limits=limits)
+    async def _begun(self, asked: validation.GenerateRequest, arrival: Arrival) -> _Begun:
+        """A request's log, and where it goes. Raises RequestError when it is not right in every respect."""
+        tenant = arrival.caller.tenant
+        self._schedulers.check_serving()
+        age_seconds = self._age(asked.request_id, asked.resume, arrival) if asked.resume else None
+        checked = validation.checked(asked, model=self.model.name, limits=_limits(self._schedulers.welcome()))
         keys.check_priority(arrival.caller, checked.priority)
         arrival.refuse_unknown()
         if checked.sampling.constraint is not None:
             await self._constraint_checks.check(checked.sampling.constraint)
+        prompt_token_ids = await self._prompt_token_ids(checked.prompt)
+        scheduler = self._schedulers.place(placing_name(tenant, tuple(prompt_token_ids)))
+        welcome = scheduler.welcome
+        assert welcome is not None, "a scheduler that takes requests has been welcomed"
+        limits = _limits(welcome)
         valid = validation.fitted(
             checked,
-            await self._prompt_token_ids(checked.prompt),
+            prompt_token_ids,
             limits=limits,
             defaults=self.model.defaults,
-            drawn_seed=secrets.randbits(64) - (1 << 63),
+            drawn_seed=drawn_seed(tenant, asked.request_id, arrival.body_digest),
         )
-        tokenizer, tenant = self.model.tokenizer, arrival.caller.tenant
+        tokenizer = self.model.tokenizer
         log = RequestLog(
             request_id=asked.request_id,
             tenant=tenant,
@@ -189,8 +227,87 @@ class Intake:
             deadline=arrival.deadline,
             received_at=arrival.received_at,
             latencies=self.latencies,
+            resume_token=asked.resume.resume_token if asked.resume else self._token(asked, arrival),
         )
-        return scheduler, log
+        if asked.resume is not None and age_seconds is not None:
+            received = checked_received(
+                asked.resume,
+                num_choices=valid.n,
+                vocab_size=limits.vocab_size,
+                max_tokens=valid.sampling.max_tokens,
+            )
+            await self._resume(log, received)
+            log.accepted = True
+            log.submitted_at = time.monotonic() - age_seconds  # its place in the queue is as old as it is
+        return _Begun(scheduler, log, asked.resume is not None)
+
+    # --- what comes again ---------------------------------------------------------------------------
+
+    def _token(self, asked: validation.GenerateRequest, arrival: Arrival) -> str:
+        return self._tokens.issue(arrival.caller.tenant, asked.request_id, arrival.body_digest, time.time())
+
+    def _age(self, request_id: str, resume: Resume, arrival: Arrival) -> float:
+        """Seconds since a request that is resumed was accepted. Raises RequestError when it is not theirs."""
+        accepted_at = self._tokens.accepted_at(
+            resume.resume_token, arrival.caller.tenant, request_id, arrival.body_digest
+        )
+        return max(0.0, time.time() - accepted_at)
+
+    async def _resume(self, log: RequestLog, received: list[list[int]]) -> None:
+        """Begins every choice after what its client has. Raises RequestError for ids behind an end."""
+
+        def run_again() -> None:
+            now = time.monotonic()
+            for choice, token_ids in zip(log.choices, received, strict=True):
+                try:
+                    choice.resume(token_ids, now)
+                except OverrunError as error:
+                    raise invalid(
+                        "resume.received",
+                        f"the ids received of choice {choice.index} go on at [{error.position}] behind "
+                        "the end of the choice; send what the deltas brought",
+                    ) from error
+
+        if sum(map(len, received)) <= _INLINE_TOKENS:
+            run_again()
+        else:
+            await asyncio.get_running_loop().run_in_executor(self._threads, run_again)
+
+    def _submit(self, begun: _Begun, call: Call) -> None:
+        """Hands a request to its scheduler, or tells it from what is here. Raises RequestError.
+
+        A call that has the name still (its client is gone, and nobody has noticed) ends ABORTED.
+        """
+        log, scheduler = begun.log, begun.scheduler
+        name, now = (log.tenant, log.request_id), time.monotonic()
+        if scheduler.refusal is not None:  # before anything is taken from anybody
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, scheduler.refusal)
+        known = self._kept.find(name, log.body_digest, now)
+        if begun.is_resumed:
+            older = self._holders.get(name)
+            if older is not None:
+                if older.log is None or older.call is None or older.log.body_digest != log.body_digest:
+                    raise _in_use(name)
+                known = KeptResult.of(older.log)
+                self._schedulers.supersede(older.log, scheduler)
+                older.call.fail(_taken_over())
+            self._holders[name] = _Holder()
+        holder = self._holders[name]
+        holder.log, holder.call = log, call
+        for choice, kept in zip(log.choices, known.choices if known else (), strict=False):
+            if kept is not None:
+                kept.tell(choice, now)
+        self._schedulers.submit(scheduler, log, call.ring)
+
+    def _release(self, log: RequestLog, end: End, now: float) -> None:
+        """The call is over: its schedulers are told, its name is free, its result is kept."""
+        name = (log.tenant, log.request_id)
+        self._schedulers.release(log, end)
+        holder = self._holders.get(name)
+        if holder is not None and holder.log is log:
+            del self._holders[name]
+            self._kept.keep(log, now)
+        _log_end(log)
 
     async def _prompt_token_ids(self, prompt: str | tuple[int, ...] | validation.Chat) -> abc.Sequence[int]:
         """Ids of a checked prompt. What may take long runs in a thread, and the loop goes on."""
@@ -223,9 +340,7 @@ class Intake:
         refuse_unknown: abc.Callable[[], None] = lambda: None,
     ) -> abc.Sequence[int]:
         """Ids as generation would make them. Raises RequestError."""
-        welcome = self.welcome()
-        limits = _limits(welcome)
-        checked = validation.checked_prompt(prompt, limits)
+        checked = validation.checked_prompt(prompt, _limits(self.welcome()))
         refuse_unknown()
         return await self._prompt_token_ids(checked)
 
@@ -248,6 +363,18 @@ def _limits(welcome: Welcome) -> validation.Limits:
         eos_token_ids=frozenset(welcome.eos_token_ids),
         features=welcome.features,
     )
+
+
+def _in_use(name: Name) -> RequestError:
+    return RequestError(
+        grpc.StatusCode.ALREADY_EXISTS,
+        f"request_id is {name[1]!r}, and a request of this id is still running",
+        field="request_id",
+    )
+
+
+def _taken_over() -> RequestError:
+    return RequestError(grpc.StatusCode.ABORTED, "another stream goes on with this request")
 
 
 def _log_end(log: RequestLog) -> None:

@@ -3,7 +3,8 @@
 Rules:
   1. Ids are appended in the order in which the scheduler sent them, each once, and never taken back.
   2. A choice ends once. Nothing is appended after its end.
-  3. The text of a choice is a function of its ids and of the request alone, never of how deltas are cut.
+  3. The text of a choice is a function of its ids and of the request alone, never of how deltas are cut. Text
+     that was held back comes out with the id that ends the choice.
   4. What the client has not taken yet is one delta for each choice, however slow the client is.
   5. Log-probabilities of the prompt come once, for all choices, before the first token: choice 0 asks for
      them, and only as long as they are not all here.
@@ -100,9 +101,27 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...]
 
 
+class OverrunError(ValueError):
+    """Ids that were said to be received go on behind the end of their choice, from `position` on."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"id {position} stands behind the end")
+        self.position = position
+
+
 def choice_key(tenant: str, request_id: str, index: int) -> bytes:
     """16 bytes that name one choice for good: the head of SHA-256 over tenant, request id and index."""
     return hashlib.sha256(f"{tenant}\0{request_id}\0{index}".encode()).digest()[:16]
+
+
+def drawn_seed(tenant: str, request_id: str, body_digest: bytes) -> int:
+    """The seed of a request that gives none, a signed 64-bit integer.
+
+    As random as the id, and the same for the same request of an id: whichever router meets it again, when it
+    is resumed or repeated, goes on with the seed that its client was told.
+    """
+    named = f"{tenant}\0{request_id}\0seed".encode() + body_digest
+    return int.from_bytes(hashlib.sha256(named).digest()[:8], signed=True)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -135,6 +154,7 @@ class ChoiceLog:
         "_pending_logprobs",
         "_pending_text",
         "_text",
+        "_text_is_whole",
         "end",
         "ended_at",
         "first_token_at",
@@ -167,12 +187,18 @@ class ChoiceLog:
         self.end: End | None = None
         self.taken_in = False  # by a scheduler: it will end exactly once
         self._text = text
+        self._text_is_whole = False  # what was held back has come out
         self._end_token_ids = end_token_ids
         self._last_token_at = received_at
         self._latencies = latencies
         self._num_taken = 0
         self._pending_text: list[str] = []
         self._pending_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def num_unread_logprobs(self) -> int:
+        """Entries that the client has not taken."""
+        return len(self._pending_logprobs)
 
     @property
     def started(self) -> bool:
@@ -190,6 +216,7 @@ class ChoiceLog:
         When one of them completes a stop string the choice ends there, and the ids after it are dropped.
         """
         assert self.end is None, "a choice takes nothing in after its end"
+        texts = self._pending_text
         if token_ids:
             first = self.first_token_at is None
             self._latencies.tokens(len(token_ids), since=self._last_token_at, first=first, now=now)
@@ -200,12 +227,12 @@ class ChoiceLog:
             self.output_token_ids.append(token_id)
             if logprobs:
                 self._pending_logprobs.append(logprobs[position])
-            if token_id in self._end_token_ids:
-                continue
-            piece = self._text.push((token_id,))
-            self._pending_text.append(piece.text)
-            if piece.matched is not None:
-                self.finish(End(FinishReason.STOP, matched_stop=piece.matched), now)
+            if token_id not in self._end_token_ids:
+                texts.append(self._text.push((token_id,)).text)
+            if self._text.matched is None and self._is_over(token_id):
+                self._release_text()
+            if self._text.matched is not None:
+                self.finish(End(FinishReason.STOP, matched_stop=self._text.matched), now)
                 return
 
     def finish(self, end: End, now: float) -> None:
@@ -216,11 +243,36 @@ class ChoiceLog:
         """
         assert self.end is None, "a choice ends once"
         if end.reason in {FinishReason.STOP, FinishReason.LENGTH} and end.matched_stop is None:
-            self._pending_text.append(self._text.finish())
+            self._release_text()
             if self._text.matched is not None:  # the last half character completed a stop string
                 end = End(FinishReason.STOP, matched_stop=self._text.matched)
         self.end = end
         self.ended_at = now
+
+    def resume(self, token_ids: abc.Sequence[int], now: float) -> None:
+        """Begins after ids that the client has, with their text: none of it will be in a delta.
+
+        Raises OverrunError when an id stands behind the end of the choice.
+        """
+        assert not self.output_token_ids, "a choice is resumed before anything else"
+        for position, token_id in enumerate(token_ids):
+            if self.end is not None or (position and self._is_over(token_ids[position - 1])):
+                raise OverrunError(position)
+            self.append((token_id,), (), now)
+        self._num_taken = len(self.output_token_ids)
+        self._pending_text.clear()
+        self.first_token_at = None  # none was handed on yet
+
+    def _is_over(self, newest: int) -> bool:
+        """Whether the id that came last ends the choice, as the executor judges it."""
+        num_tokens = len(self.output_token_ids)
+        is_end_token = newest in self._end_token_ids and num_tokens > self.sampling.min_tokens
+        return is_end_token or num_tokens >= self.sampling.max_tokens
+
+    def _release_text(self) -> None:
+        if not self._text_is_whole:
+            self._text_is_whole = True
+            self._pending_text.append(self._text.finish())
 
     def take_delta(self) -> Delta | None:
         """What has come since the last call, or None when nothing has."""
@@ -239,7 +291,8 @@ class RequestLog:
     """One request: its prompt, its choices, and what a scheduler must be told to take it over.
 
     `deadline`, `received_at` and `submitted_at` are seconds on the caller's clock. `accepted` means that the
-    client holds the first event: from then on the request is never refused for load.
+    client holds the first event: from then on the request is never refused for load. `resume_token` is told
+    with that event.
     """
 
     __slots__ = (
@@ -253,6 +306,7 @@ class RequestLog:
         "prompt_token_ids",
         "received_at",
         "request_id",
+        "resume_token",
         "submitted_at",
         "tenant",
     )
@@ -272,6 +326,7 @@ class RequestLog:
         deadline: float | None,
         received_at: float,
         latencies: Latencies | None = None,
+        resume_token: str = "",
     ) -> None:
         """Begins a log with one choice for each of `texts`. `latencies` counts how long tokens take."""
         self.request_id = request_id
@@ -282,6 +337,7 @@ class RequestLog:
         self.body_digest = body_digest
         self.deadline = deadline
         self.received_at = received_at
+        self.resume_token = resume_token
         self.submitted_at: float | None = None
         self.accepted = False
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on

@@ -1,12 +1,11 @@
-"""The streams to the schedulers: connecting, reconnecting, deadlines.
+"""The stream to one scheduler: connecting, reconnecting, deadlines.
 
 The one place where a session meets the clock and the network; what is said and what it means, it decides.
-One `SchedulerClient` for each scheduler; `SchedulerPool` places requests among them.
+Which scheduler gets which request is `scheduler_pool`'s business.
 """
 
 import asyncio
 import contextlib
-import hashlib
 import random
 import time
 from collections import abc
@@ -37,6 +36,12 @@ from rpc.tls import Tls, explained
 _MIN_RETRY_SECONDS: Final = 0.05
 _MAX_RETRY_SECONDS: Final = 1.0
 _RELAY_TIMEOUT_SECONDS: Final = 5.0
+# A scheduler that is away this long is lost: its shard's requests may go on elsewhere. By then it has given
+# them up itself (its --orphan-grace-seconds), so that going elsewhere costs nothing that waiting would save.
+RECONNECT_SECONDS: Final = 10.0
+
+# What a session is told when a stream has ended.
+Lost = abc.Callable[[str, float], list[Event]]
 
 _log = structlog.get_logger()
 
@@ -53,10 +58,19 @@ class SchedulerClient:
         recovery_timeout_seconds: float,
         max_message_bytes: int,
         on_serving_changed: abc.Callable[[], None],
+        shard: str = "",
+        reconnect_seconds: float = RECONNECT_SECONDS,
         tls: Tls | None = None,
     ) -> None:
-        """`on_serving_changed` is called whenever `refusal` may have changed."""
+        """`on_serving_changed` is called whenever `refusal` may have changed.
+
+        Clients of one `shard` (absent: its address) lead to a scheduler and its standbys.
+        """
         self.address = address
+        self.shard = shard or address.target
+        self.on_changed: abc.Callable[[], None] = lambda: None
+        """Called when `refusal` or `is_lost` may have changed: for whoever places requests."""
+        self._reconnect_seconds = reconnect_seconds
         self._tls = tls
         self._line = Line(address, max_message_bytes=max_message_bytes, tls=tls)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._line.channel)
@@ -66,7 +80,7 @@ class SchedulerClient:
         self._on_serving_changed = on_serving_changed
         self._wakes: dict[RequestLog, abc.Callable[[], None]] = {}
         self._outgoing = asyncio.Event()
-        self._recovery_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def refusal(self) -> str | None:
@@ -78,6 +92,22 @@ class SchedulerClient:
     def welcome(self) -> Welcome | None:
         """What the scheduler last told of itself; None before it has."""
         return self._session.welcome
+
+    @property
+    def term(self) -> int:
+        """The leadership term that the scheduler told with its last Welcome; 0 before."""
+        return 0 if self._session.welcome is None else self._session.welcome.term
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the scheduler has been away for so long that it need not be waited for."""
+        since = self._session.away_since
+        return since is not None and time.monotonic() >= since + self._reconnect_seconds
+
+    @property
+    def requests(self) -> list[RequestLog]:
+        """Those under way here, in the order in which they came."""
+        return self._session.requests
 
     @property
     def num_live(self) -> int:
@@ -98,11 +128,26 @@ class SchedulerClient:
         self._outgoing.set()
 
     def release(self, request: RequestLog, end: End) -> None:
-        """Lets a request go: choices that have not ended end with `end`, and the scheduler is told."""
+        """Lets a request go: choices that have not ended end with `end`, and the scheduler is told.
+
+        A request that is not here, because it was never taken or has gone elsewhere, is no error.
+        """
+        if self._wakes.pop(request, None) is None:
+            return
         for choice in request.choices:
             self._session.cancel(choice.key, end, time.monotonic())
-        self._wakes.pop(request, None)
         self._outgoing.set()
+
+    def hand_over(self, request: RequestLog) -> None:
+        """Lets a request go that a newer log of it goes on with, here; the scheduler hears nothing of it."""
+        if self._wakes.pop(request, None) is not None:
+            self._session.hand_over(request)
+
+    def abandon(self, request: RequestLog) -> abc.Callable[[], None]:
+        """Lets a request go that goes on at another scheduler; returns its `wake`."""
+        self._session.abandon(request)
+        self._outgoing.set()
+        return self._wakes.pop(request)
 
     # --- relays -------------------------------------------------------------------------------------
 
@@ -144,24 +189,27 @@ class SchedulerClient:
         try:
             while True:
                 began = time.monotonic()
-                reason = await self._hold_stream()
+                reason, lost = await self._hold_stream()
                 if reason != last_reason:  # a scheduler that stays away is no news each second
                     _log.warning("scheduler_lost", scheduler=self.address.target, reason=reason)
                 last_reason = reason
-                self._dispatch(self._session.disconnected(reason, time.monotonic()))
-                self._arm_recovery_timer()
+                self._dispatch(lost(reason, time.monotonic()))
+                self._arm_timer()
                 held_long = time.monotonic() - began > _MAX_RETRY_SECONDS
                 retry_seconds = (
                     _MIN_RETRY_SECONDS if held_long else min(2 * retry_seconds, _MAX_RETRY_SECONDS)
                 )
                 await asyncio.sleep(retry_seconds * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
         finally:
-            if self._recovery_timer is not None:
-                self._recovery_timer.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
             await self._line.close()
 
-    async def _hold_stream(self) -> str:
-        """Keeps one stream for as long as it lives; returns why it ended, as the rest of a sentence."""
+    async def _hold_stream(self) -> tuple[str, Lost]:
+        """Keeps one stream for as long as it lives.
+
+        Returns why it ended, as the rest of a sentence, and what the session is to be told with it.
+        """
         if await self._line.renew():
             self._stub = scheduler_pb2_grpc.SchedulerStub(self._line.channel)
         call = self._stub.Connect()  # type: ignore[call-arg]  # without an iterator: we call write()
@@ -171,18 +219,20 @@ class SchedulerClient:
             writer = group.create_task(self._write(call))
             try:
                 async for proto in call:
+                    if proto is None:  # what gRPC gives for bytes that are no message of this type
+                        raise SessionError("a message could not be read")  # noqa: TRY301 - one way out
                     message = wire.scheduler_message(proto)
                     if message is not None:
                         self._dispatch(self._session.receive(connection, message, time.monotonic()))
                         self._outgoing.set()
             except SessionError as error:
-                return f"it broke the protocol: {error}"
+                return f"it broke the protocol: {error}", self._session.broke_protocol
             except grpc.aio.AioRpcError as error:
                 details = error.details() or ""
                 why = explained(details, self._tls) or f"{error.code().name}: {details}"
-                return f"it cannot be reached ({why})"
+                return f"it cannot be reached ({why})", self._session.disconnected
             else:
-                return "it ended the stream"
+                return "it ended the stream", self._session.disconnected
             finally:
                 writer.cancel()
                 call.cancel()
@@ -205,62 +255,26 @@ class SchedulerClient:
                 case ServingChanged(refusal):
                     _log.info("scheduler_serving", scheduler=self.address.target, refusal=refusal)
                     self._on_serving_changed()
+                    self.on_changed()
 
-    def _arm_recovery_timer(self) -> None:
-        """Makes sure that `expire` is asked when the recovery timeout is over, whatever the network does."""
-        deadline = self._session.recovery_deadline
-        if self._recovery_timer is not None:
-            self._recovery_timer.cancel()
-            self._recovery_timer = None
-        if deadline is not None:
-            delay = max(0.0, deadline - time.monotonic())
-            self._recovery_timer = asyncio.get_running_loop().call_later(delay, self._expire)
+    def _arm_timer(self) -> None:
+        """Makes sure that time is looked at when the scheduler counts as lost, and when its requests expire.
 
-    def _expire(self) -> None:
-        self._dispatch(self._session.expire(time.monotonic()))
-        self._arm_recovery_timer()  # a timer may be a little early
-
-
-class SchedulerPool:
-    """Every scheduler this router knows, each a shard with executors of its own."""
-
-    def __init__(self, clients: list[SchedulerClient]) -> None:
-        """`clients` has at least one."""
-        self._clients = clients
-
-    @property
-    def refusal(self) -> str | None:
-        """Why no new request can be taken, as a sentence; None when one can."""
-        refusals = [client.refusal for client in self._clients]
-        return None if None in refusals else "; ".join(refusal for refusal in refusals if refusal)
-
-    def place(self, name: str) -> SchedulerClient:
-        """The scheduler for this name (a tenant, or a request), among those that take requests.
-
-        Rendezvous hashing: a scheduler that leaves or comes back moves its own names alone. Raises
-        RequestError, UNAVAILABLE, when none takes requests.
+        Whatever the network does: a connection that is tried brings no event for a long time.
         """
-        serving = [client for client in self._clients if client.refusal is None]
-        if not serving:
-            raise RequestError(grpc.StatusCode.UNAVAILABLE, self.refusal or "no scheduler is serving")
-        return max(
-            serving, key=lambda client: hashlib.sha256(f"{client.address.target}\0{name}".encode()).digest()
-        )
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        since, deadline = self._session.away_since, self._session.recovery_deadline
+        if since is None or deadline is None:
+            return
+        now = time.monotonic()
+        # Once it is lost, each second: its standbys may be lost a little later.
+        due = min(deadline, max(since + self._reconnect_seconds, now + _MAX_RETRY_SECONDS))
+        delay = max(0.0, due - now)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._look_at_time)
 
-    def welcome(self) -> Welcome:
-        """What a scheduler has told of the model. Raises RequestError, UNAVAILABLE, before any has."""
-        welcomes = [client.welcome for client in self._clients if client.welcome is not None]
-        if not welcomes:
-            raise RequestError(grpc.StatusCode.UNAVAILABLE, self.refusal or "no scheduler is serving")
-        return welcomes[0]
-
-    @property
-    def clients(self) -> tuple[SchedulerClient, ...]:
-        """All of them, serving or not."""
-        return tuple(self._clients)
-
-    async def run(self) -> None:
-        """Holds all streams until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for client in self._clients:
-                group.create_task(client.run())
+    def _look_at_time(self) -> None:
+        self.on_changed()
+        self._dispatch(self._session.expire(time.monotonic()))
+        self._arm_timer()  # a timer may be a little early

@@ -9,7 +9,9 @@ Rules:
   2. A message that belongs to a stream that was left is dropped, whole.
   3. A message is checked whole before any of it is applied; one that does not fit ends the stream, loudly.
   4. A choice is here from its submission to its end, and ends once: by the scheduler's word, by a stop
-     string, by `cancel`, or because the scheduler stayed away for longer than the recovery timeout.
+     string, by `cancel`, or because the scheduler stayed away for longer than the recovery timeout. Or it
+     leaves without an end: to a newer log of the same request (`hand_over`), or to another scheduler
+     (`abandon`).
 
 It must not know: gRPC, asyncio, the clock, text.
 """
@@ -26,6 +28,8 @@ PROTOCOL_REVISION: Final = 1
 PART_TOKENS: Final = 16_384
 # The number of gRPC's status UNAVAILABLE.
 UNAVAILABLE: Final = 14
+# Breaks of the protocol that follow one another faster than this are one affair.
+SOUND_SECONDS: Final = 10.0
 
 _T = TypeVar("_T")
 
@@ -227,6 +231,8 @@ class SchedulerSession:
         self._recovery_timeout_seconds = recovery_timeout_seconds
         self._state = _State.AWAY
         self._away_since: float | None = None
+        self._breaking_since = 0.0
+        self._last_break: float | None = None
         self._away_reason = "the scheduler has not been reached yet"
         self._unfit_reason = ""
         self._serving_status = ServingStatus(serving=False, reason="")
@@ -263,6 +269,16 @@ class SchedulerSession:
         return len(self._live)
 
     @property
+    def away_since(self) -> float | None:
+        """When the scheduler was lost; None while it is here, and before it has ever been."""
+        return self._away_since
+
+    @property
+    def requests(self) -> list[RequestLog]:
+        """Those with a choice that has not ended, in the order of submission."""
+        return list(dict.fromkeys(live.request for live in self._live.values()))
+
+    @property
     def recovery_deadline(self) -> float | None:
         """When `expire` will end the live requests; None while none of them waits for a scheduler."""
         if self._away_since is None or not self._live:
@@ -294,6 +310,19 @@ class SchedulerSession:
         self._hello_due = self._ack_due = False
         return self._serving_events(refusal_before) + self.expire(now)
 
+    def broke_protocol(self, reason: str, now: float) -> list[Event]:
+        """The stream was given up because the scheduler broke the protocol; otherwise as `disconnected`.
+
+        One that comes back and breaks it again is as good as away: the recovery timeout counts from the
+        first of such breaks.
+        """
+        if self._last_break is None or now - self._last_break > SOUND_SECONDS:
+            self._breaking_since = now
+        self._last_break = now
+        if self._away_since is None:
+            self._away_since = self._breaking_since
+        return self.disconnected(reason, now)
+
     def expire(self, now: float) -> list[Event]:
         """Ends what waited for the scheduler for longer than the recovery timeout."""
         if self._away_since is None or now < self._away_since + self._recovery_timeout_seconds:
@@ -319,21 +348,45 @@ class SchedulerSession:
             return Ack(self._last_message_id)
         if self._cancels:
             return self._cancels.popleft()
-        while self._unsent and self._unsent[0].choice.end is not None:
+        while self._unsent and self._unsent[0].handle not in self._by_handle:  # it has left
             self._unsent.popleft()
         return self._next_submit(self._unsent[0], now) if self._unsent else None
 
     # --- requests -----------------------------------------------------------------------------------
 
     def submit(self, request: RequestLog, now: float) -> None:
-        """Takes in a request whose choices all begin; `refusal` must be None."""
+        """Takes in the choices of a request that have not ended; `refusal` must be None.
+
+        They go on after the ids they have, if they have any. A choice that had its stop string before it came
+        here may be running all the same, under another router's eyes: the scheduler is told.
+        """
         assert self.refusal is None, "ask `refusal` first"
         assert not any(choice.key in self._live for choice in request.choices), "a request is submitted once"
         group = self._next_handle
         for choice in request.choices:
-            live = self._live[choice.key] = _Live(request, choice)
-            self._enrol(live, group)
-        request.submitted_at = now
+            if choice.end is None:
+                live = self._live[choice.key] = _Live(request, choice)
+                self._enrol(live, group)
+            elif choice.end.matched_stop is not None:
+                self._cancels.append(Cancel(choice.key, choice.end.reason))
+        if request.submitted_at is None:
+            request.submitted_at = now
+
+    def hand_over(self, request: RequestLog) -> None:
+        """Forgets a request without a word to the scheduler: a newer log of it will be submitted and attach.
+
+        Unless half a prompt is over there, waiting for the rest.
+        """
+        for live in self._of(request):
+            self._leave(live)
+            if live.next_part > 0 and live in self._unsent:
+                self._cancels.append(Cancel(live.choice.key, FinishReason.ABORT))
+
+    def abandon(self, request: RequestLog) -> None:
+        """Forgets a request that goes on at another scheduler; this one is told, when it can be."""
+        for live in self._of(request):
+            self._leave(live)
+            self._cancels.append(Cancel(live.choice.key, FinishReason.ABORT))
 
     def cancel(self, key: bytes, end: End, now: float) -> None:
         """Gives one choice up for a reason of this side; one that is not live any more is no error."""
@@ -524,8 +577,11 @@ class SchedulerSession:
         self._by_handle[live.handle] = live
         self._unsent.append(live)
 
+    def _of(self, request: RequestLog) -> list[_Live]:
+        return [live for live in self._live.values() if live.request is request]
+
     def _leave(self, live: _Live) -> None:
-        """Forgets a choice that has ended. Its handle stays known as one that was given, without a record."""
+        """Forgets a choice. Its handle stays known as one that was given, without a record."""
         del self._live[live.choice.key]
         self._by_handle.pop(live.handle, None)
 

@@ -19,8 +19,10 @@ from router.call import Call
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
 from router.keys import Caller
-from router.scheduler_client import SchedulerClient, SchedulerPool
-from rpc.errors import RequestError, abort
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool
+from router.stall import STALL_SECONDS, StallGuard
+from rpc.errors import RequestError, abort, invalid
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,9 +33,16 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     """The service `chairlift.v1.Router`."""
 
     def __init__(
-        self, *, intake: Intake, schedulers: SchedulerPool, max_message_bytes: int, doorkeeper: Doorkeeper
+        self,
+        *,
+        intake: Intake,
+        schedulers: SchedulerPool,
+        max_message_bytes: int,
+        doorkeeper: Doorkeeper,
+        client_stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """`max_message_bytes` is told to clients; the server enforces it."""
+        self._client_stall_seconds = client_stall_seconds
         self._intake = intake
         self._doorkeeper = doorkeeper
         self._schedulers = schedulers
@@ -45,26 +54,34 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def Generate(  # type: ignore[override]  # the stubs know no handler that writes
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> None:
-        """Streams events as the log grows. A slow reader gets fewer and larger deltas.
+        """Streams events as the log grows. A slow reader gets fewer and larger deltas; a stalled one is cut.
 
         An end that fails the call is told by the status alone: gRPC clients may drop messages that arrive
         together with an error status.
         """
         async with self._answering(context) as caller, self._call(request, context, caller) as call:
             await call.until_taken_in()
-            await context.write(router_pb2.GenerateEvent(accepted=wire.accepted(call.logs[0])))
-            while news := await call.news():
-                for item in news:
-                    await context.write(wire.event(item))
+            async with StallGuard(self._client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
+                first = router_pb2.GenerateEvent(accepted=wire.accepted(call.logs[0]))
+                await guard.write(context.write(first))
+                while news := await call.news():
+                    for item in news:
+                        await guard.write(context.write(wire.event(item)))
 
     async def Complete(
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.GenerateResponse:
         """The same, once, at the end. A choice that fails fails the call."""
-        async with self._answering(context) as caller, self._call(request, context, caller) as call:
-            await call.until_taken_in()
-            await call.until_ended()
-            return wire.response(call.logs[0])
+        async with self._answering(context) as caller:
+            if request.HasField("resume"):
+                raise invalid(
+                    "resume",
+                    "resume goes with Generate alone; Complete is asked again under the same request_id",
+                )
+            async with self._call(request, context, caller) as call:
+                await call.until_taken_in()
+                await call.until_ended()
+                return wire.response(call.logs[0])
 
     def _call(
         self, request: router_pb2.GenerateRequest, context: Context, caller: Caller
@@ -131,13 +148,13 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
-        """Asks the scheduler that the request was placed at, on behalf of the request's owner."""
+        """Asks every scheduler until one knows the request, on behalf of its owner."""
         async with self._answering(context) as caller:
             validation.check_request_id(request.request_id)
             keys.check_no_tenant(request.tenant)
             wire.refuse_unknown_fields(request)
             owned = router_pb2.ExplainRequest(request_id=request.request_id, tenant=caller.tenant)
-            return await self._schedulers.place(request.request_id).explain(owned)
+            return await self._schedulers.first_answer(lambda scheduler: scheduler.explain(owned))
 
     async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
         self, request: router_pb2.WatchRequest, context: Context
@@ -146,9 +163,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         async with self._answering(context) as caller:
             keys.check_admin(caller, "Watch")
             wire.refuse_unknown_fields(request)
-            serving = [client for client in self._schedulers.clients if client.refusal is None]
-            if not serving:
-                raise RequestError(grpc.StatusCode.UNAVAILABLE, self._schedulers.refusal or "not serving")
+            self._schedulers.check_serving()
+            serving = self._schedulers.leaders
             writing = asyncio.Lock()
 
             async def relay(client: SchedulerClient) -> None:

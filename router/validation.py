@@ -16,6 +16,7 @@ import grpc
 from router.chat import ChatMessage, ToolCall
 from router.constraints import Constraint, checked_form, field_of
 from router.request_log import SamplingParams
+from router.resume import Resume
 from rpc.errors import RequestError, invalid
 
 MAX_REQUEST_ID_CHARACTERS: Final = 128
@@ -137,7 +138,7 @@ class GenerateRequest:
     include_stop: bool = False
     priority: int = 0
     cache_salt: str = ""
-    resume: bool = False
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +221,6 @@ def checked(request: GenerateRequest, *, model: str, limits: Limits) -> CheckedR
     """
     check_model(request.model, model)
     check_request_id(request.request_id)
-    if request.resume:
-        raise _unserved("resume")
     _check_sampling(request.sampling, limits)
     _check_adjustments(request.sampling, limits)
     _check_features(request.sampling, limits)

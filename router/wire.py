@@ -24,6 +24,7 @@ from router.request_log import (
     SamplingParams,
     TokenLogprobs,
 )
+from router.resume import Resume
 from router.validation import Conversation, Defaults, GenerateRequest, SamplingRequest
 from rpc.errors import invalid
 
@@ -42,7 +43,7 @@ def generate_request(request: router_pb2.GenerateRequest) -> GenerateRequest:
         include_stop=request.include_stop,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        resume=request.HasField("resume"),
+        resume=_resume(request.resume) if request.HasField("resume") else None,
     )
 
 
@@ -85,8 +86,19 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
 
 
 def body_digest(request: router_pb2.GenerateRequest) -> bytes:
-    """SHA-256 of what was asked: two requests of one id are the same request only when it agrees."""
-    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+    """SHA-256 of what was asked: two requests of one id are the same request only when it agrees.
+
+    Neither the id is part of it, which the router may have given, nor what there is of the answer already.
+    """
+    body = router_pb2.GenerateRequest()
+    body.CopyFrom(request)
+    body.ClearField("request_id")
+    body.ClearField("resume")
+    return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
+
+
+def _resume(resume: router_pb2.Resume) -> Resume:
+    return Resume(resume.resume_token, [(entry.index, entry.token_ids) for entry in resume.received])
 
 
 def _sampling_request(sampling: common_pb2.SamplingParams) -> SamplingRequest:
@@ -142,7 +154,10 @@ def accepted(request: RequestLog) -> router_pb2.Accepted:
     """The first event; the values in force are those of choice 0, whose seed is the request's own."""
     params = request.choices[0].sampling
     return router_pb2.Accepted(
-        request_id=request.request_id, seed=params.seed, sampling=sampling_params(params)
+        request_id=request.request_id,
+        resume_token=request.resume_token,
+        seed=params.seed,
+        sampling=sampling_params(params),
     )
 
 

@@ -75,6 +75,16 @@ def parse_list(text: str, *, field: str) -> list[Address]:
     return addresses
 
 
+def parse_groups(text: str, *, field: str) -> list[list[Address]]:
+    """Reads groups parted by commas, each of one or several addresses parted by `|`: `A|B,C`.
+
+    Raises:
+        AddressError: naming the field and the piece that is wrong; no address may stand there twice.
+    """
+    parse_list(text.replace("|", ","), field=field)
+    return [[Address.parse(piece, field=field) for piece in group.split("|")] for group in text.split(",")]
+
+
 def _unix_path(text: str, field: str) -> str:
     path = text.removeprefix("unix:")
     if path.startswith("//"):  # unix:///absolute, the spelling with an empty authority

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import secrets
 import sys
+from pathlib import Path
 
 import structlog
 
@@ -15,6 +16,9 @@ from rpc.settings import load
 from scheduler import wire
 from scheduler.config import SchedulerSettings
 from scheduler.core import SchedulerCore
+from scheduler.leadership import Leadership
+from scheduler.lease import Lease
+from scheduler.lease_file import LeaseFile
 from scheduler.loop import ExecutorDirectory, ExecutorLoop, SchedulerLoop
 from scheduler.servicer import SchedulerServicer
 
@@ -38,15 +42,26 @@ async def run(argv: list[str]) -> int:
         loop, scheduler_id=settings.name, router_stall_seconds=settings.router_stall_seconds
     )
 
-    def executor_loop(address: Address) -> ExecutorLoop:
-        return ExecutorLoop(
-            loop,
-            address,
-            scheduler_id=settings.name,
-            reattach_seconds=settings.reattach_seconds,
-            max_message_bytes=settings.max_message_bytes,
-            tls=certificates,
-        )
+    async def lead(term: int) -> None:
+        def executor_loop(address: Address) -> ExecutorLoop:
+            return ExecutorLoop(
+                loop,
+                address,
+                scheduler_id=settings.name,
+                reattach_seconds=settings.reattach_seconds,
+                max_message_bytes=settings.max_message_bytes,
+                tls=certificates,
+                term=term,
+                on_held=None if leadership is None else leadership.fenced,
+            )
+
+        structlog.get_logger().info("waiting_for_executor", executor=settings.executor)
+        await ExecutorDirectory(settings.executor_addresses, executor_loop).run()
+
+    leadership = None
+    if settings.lease:
+        lease = Lease(settings.name, settings.lease_seconds)
+        leadership = Leadership(lease, LeaseFile(Path(settings.lease)), loop, lead)
 
     # What was loaded by now stays for good: the collector need not look at it, and may rest longer between
     # looks at what lives briefly. A full collection in the step loop would be a pause for every stream.
@@ -55,11 +70,9 @@ async def run(argv: list[str]) -> int:
     gc.set_threshold(50_000, 50, 100)
 
     async def background() -> None:
-        structlog.get_logger().info("waiting_for_executor", executor=settings.executor)
-        directory = ExecutorDirectory(settings.executor_addresses, executor_loop)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(loop.run_timers())
-            tasks.create_task(directory.run())
+            tasks.create_task(lead(term=0) if leadership is None else leadership.run())
 
     return await server.serve(
         settings,
@@ -70,7 +83,7 @@ async def run(argv: list[str]) -> int:
         },
         health=health,
         run=background,
-        drain=loop.drained,
+        drain=loop.drained if leadership is None else leadership.drained,
     )
 
 

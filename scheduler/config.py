@@ -34,6 +34,18 @@ class SchedulerSettings(ServiceSettings):
         description="Names this scheduler to executors; the same name after a restart takes over at once. "
         "Default: host name and listening address.",
     )
+    lease: str = Field(
+        default="",
+        description="A file that schedulers share of which one leads and the others stand by; each needs a "
+        "--scheduler-id of its own. Default: this one leads alone.",
+    )
+    lease_seconds: float = Field(
+        default=5.0,
+        ge=0.5,
+        le=3600,
+        description="A leader that leaves its lease alone for this long is taken to be frozen; one that ends "
+        "is replaced at once.",
+    )
     max_num_seqs: int | None = Field(
         default=None,
         ge=1,

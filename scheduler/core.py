@@ -15,7 +15,7 @@ at the door is `door`'s business, who enters the batch `entrance`'s, who must go
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler import door, entrance, padding, policy
 from scheduler.batching import Batching
@@ -113,6 +113,9 @@ class SchedulerCore:
             door.check_same_body(live.request, request)
             if _continues(live, request, output_token_ids):
                 live.orphaned_until = None
+                if live.request.deadline != request.deadline:  # its client's new call has a new one
+                    live.request = replace(live.request, deadline=request.deadline)
+                    self._timers.watch(live, len(self.sequences))
                 return live
             if live.state is not State.FINISHED:
                 self._end(live, Finish(FinishReason.ABORT), Event.ABORT)
@@ -771,10 +774,11 @@ class SchedulerCore:
 def _continues(seq: Sequence, request: Request, output_token_ids: TokenIds) -> bool:
     """Whether a reader who has these ids can go on with `seq`: they are a beginning of what it has put out.
 
-    One that was given up (its router was away too long) has nothing to go on with, and one that was taken in
-    when its router had the prompt's log-probabilities has none for a reader who lacks them.
+    One that was given up (its router was away too long) or ran out of its call's time has nothing to go on
+    with: whoever asks again has time. One that was taken in when its router had the prompt's
+    log-probabilities has none for a reader who lacks them.
     """
-    if seq.finish is not None and seq.finish.reason is FinishReason.ABORT:
+    if seq.finish is not None and seq.finish.reason in {FinishReason.ABORT, FinishReason.DEADLINE}:
         return False
     if request.want_prompt_logprobs and seq.prompt_logprobs is None:
         return False

@@ -27,7 +27,12 @@ class EpochLostError(Exception):
 
 
 class HeldError(Exception):
-    """Another scheduler holds the executor: step down."""
+    """Another scheduler holds the executor: step down. `term` is 0 when the executor does not tell."""
+
+    def __init__(self, message: str, holder: str = "", term: int = 0) -> None:
+        super().__init__(message)
+        self.holder = holder
+        self.term = term
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,13 @@ class ExecutorClient:
         """Gives the connection back."""
         await self._line.close()
 
-    async def open(self, scheduler_id: str) -> Opened:
-        """Takes the executor over. Raises ExecutorUnreachableError or HeldError."""
+    async def open(self, scheduler_id: str, term: int = 0) -> Opened:
+        """Takes the executor over, at this term or (0) at the next.
+
+        Raises ExecutorUnreachableError or HeldError.
+        """
         request = executor_pb2.OpenRequest(
-            scheduler_id=scheduler_id, protocol_revision=wire.PROTOCOL_REVISION
+            scheduler_id=scheduler_id, term=term, protocol_revision=wire.PROTOCOL_REVISION
         )
         if await self._line.renew():
             self._stub = executor_pb2_grpc.ExecutorStub(self._line.channel)
@@ -112,7 +120,9 @@ def _meaning(error: grpc.aio.AioRpcError, tls: Tls | None) -> Exception:
     details = error.details() or ""
     text = explained(details, tls) or f"{error.code().name}: {details}"
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-        return HeldError(text)
+        trailers: dict[str, str] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]  # pairs
+        holder, term = trailers.get("chairlift-scheduler-id", ""), trailers.get("chairlift-term", "")
+        return HeldError(text, holder, int(term) if term.isdecimal() else 0)
     if error.code() in {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS}:
         return EpochLostError(text)
     return ExecutorUnreachableError(text)

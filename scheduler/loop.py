@@ -29,7 +29,7 @@ from scheduler.executor_client import (
 from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.router_session import RouterSession, touch
-from scheduler.sequence import Sequence
+from scheduler.sequence import FinishReason, Sequence
 
 _log = structlog.get_logger()
 RETRY_SECONDS = 0.2
@@ -76,6 +76,9 @@ class SchedulerLoop:
         self.last_step_id = 0
         self.is_serving = False
         self.is_leaving = False
+        self.standing_by = ""
+        """Why it does not lead, if it does not: see `leadership`."""
+        self.num_step_downs = 0
         self.reason = NO_EXECUTOR_YET
         self._on_serving = on_serving
         self._executor_wakes: dict[str, asyncio.Event] = {}
@@ -178,7 +181,7 @@ class SchedulerLoop:
 
     def _update_serving(self) -> None:
         states = self.core.executors.values()
-        serving = not self.is_leaving and any(not state.is_draining for state in states)
+        serving = not (self.is_leaving or self.standing_by) and any(not state.is_draining for state in states)
         reason = "" if serving else self._reason_not_to_serve()
         if serving != self.is_serving:
             self.is_serving = serving
@@ -190,6 +193,8 @@ class SchedulerLoop:
     def _reason_not_to_serve(self) -> str:
         if self.is_leaving:
             return "the scheduler is shutting down"
+        if self.standing_by:
+            return self.standing_by
         draining = [f"the executor at {executor_id} is draining" for executor_id in self.core.executors]
         return "; ".join([*draining, *self._missing.values()]) or NO_EXECUTOR_YET
 
@@ -254,6 +259,25 @@ class SchedulerLoop:
             if outcome.ended:
                 self._timer_wake.set()  # their results are kept for a while only
 
+    # --- leading and standing by ---------------------------------------------------------------------------
+
+    def lead(self) -> None:
+        """From now on this scheduler is the one to ask."""
+        self.standing_by = ""
+        self._update_serving()
+
+    def stand_by(self, reason: str) -> None:
+        """Another one is. Its executors are gone; whoever was promised something here asks there."""
+        assert not self.core.executors
+        if not self.standing_by:
+            self.num_step_downs += 1  # ends the streams of those who were welcomed
+            for key in list(self.core.sequences):
+                self.core.cancel(key, FinishReason.ABORT, self.now())
+        self.standing_by = reason
+        self._core_changed.set()
+        self._timer_wake.set()
+        self._update_serving()
+
     # --- draining ------------------------------------------------------------------------------------------
 
     async def drained(self) -> None:
@@ -292,8 +316,13 @@ class ExecutorLoop:
         reattach_seconds: float,
         max_message_bytes: int,
         tls: Tls | None = None,
+        term: int = 0,
+        on_held: Callable[[str, int], None] | None = None,
     ) -> None:
+        """`term`: of the lease, 0 without one. `on_held(holder, term)` tells who has the executor instead."""
         self._loop = loop
+        self._term = term
+        self._on_held = on_held
         self._address = address
         self._scheduler_id = scheduler_id
         self._reattach_seconds = reattach_seconds
@@ -339,14 +368,19 @@ class ExecutorLoop:
     async def _open(self, executor_id: str) -> Opened:
         while True:
             try:
-                return await self._client.open(self._scheduler_id)
+                return await self._client.open(self._scheduler_id, self._term)
             except ExecutorUnreachableError as error:
                 reason = f"waiting for an executor at {executor_id} ({error})"
             except (HeldError, EpochLostError) as error:
+                self._tell_held(error)
                 # Asking again takes nothing from the holder: it is granted only when the holder has gone.
                 reason = f"the executor at {executor_id} belongs to another scheduler ({error})"
             self._loop.executor_missing(executor_id, reason)
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _tell_held(self, error: Exception) -> None:
+        if isinstance(error, HeldError) and self._on_held is not None:
+            self._on_held(error.holder, error.term)
 
     async def _drive_epoch(self, executor_id: str, wake: asyncio.Event) -> str:
         """Drives one epoch over as many streams as it takes; returns why it is over."""
@@ -358,6 +392,7 @@ class ExecutorLoop:
             try:
                 await self._loop.drive(executor_id, self._client.execute(), wake)
             except (EpochLostError, HeldError) as error:
+                self._tell_held(error)
                 return str(error)
             except (SessionBrokenError, BlockError) as error:
                 self._loop.core.counters.audits_failed += isinstance(error, BlockError)

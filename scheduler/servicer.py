@@ -49,6 +49,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         except (SessionError, wire.SubmitError, DecodeError) as error:
             log.warning("router_broke_the_rules", error=str(error))
             end = RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except _SteppedDownError:
+            end = RequestError(grpc.StatusCode.UNAVAILABLE, self._loop.standing_by or "another one leads")
         except TimeoutError:
             log.warning("router_stalled", seconds=self._router_stall_seconds)
             message = f"nothing was taken for {self._router_stall_seconds:g} seconds"
@@ -93,6 +95,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         return wire.explain_response(request.request_id, lines)
 
 
+class _SteppedDownError(Exception):
+    """This scheduler leads no longer: what was begun on the stream goes on elsewhere."""
+
+
 class _RouterStream:
     """One Connect call: its session, and when to look at it again."""
 
@@ -104,17 +110,25 @@ class _RouterStream:
         self._parts: PartAssembler[scheduler_pb2.Submit] = PartAssembler()
         self._told: tuple[bool, str] | None = None
         self._is_welcomed = False
+        self._num_step_downs = loop.num_step_downs
         loop.join(session, self._wake)
 
     def close(self) -> None:
         """The stream is over."""
         self._loop.leave(self.session)
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the scheduler has stepped down since its welcome; a router that has none may stay."""
+        return self._is_welcomed and self._num_step_downs != self._loop.num_step_downs
+
     # --- in ------------------------------------------------------------------------------------------------
 
     async def read(self, messages: AsyncIterator[scheduler_pb2.RouterMessage]) -> None:
         """Takes messages in until the router closes its side."""
         async for message in messages:
+            if self._is_over:
+                return
             match message.WhichOneof("message"):
                 case "submit":
                     self._submit(message.submit)
@@ -185,6 +199,11 @@ class _RouterStream:
         self._wake.set()
 
     def _cancel(self, message: scheduler_pb2.Cancel) -> None:
+        """Gives a sequence up, unless another router has taken it over meanwhile."""
+        live = self._loop.core.sequences.get(message.key)
+        reader = session_of(live) if live is not None else None
+        if reader is not None and reader.router_id != self.session.router_id:
+            return
         for handle in self._parts.give_up(message.key):
             self.session.refuse(handle, Finish(FinishReason.ABORT))
             self._wake.set()
@@ -207,6 +226,8 @@ class _RouterStream:
         reader.add_done_callback(lambda _: self._wake.set())
         while True:
             self._wake.clear()
+            if self._is_over:
+                raise _SteppedDownError
             for message in self._status_messages():
                 await self._send(context, message, stall_seconds)
             while (output := self.session.take(self._loop.now())) is not None:
@@ -231,6 +252,7 @@ class _RouterStream:
         messages = []
         if not self._is_welcomed and loop.is_serving and loop.capacity is not None:
             self._is_welcomed = True
+            self._num_step_downs = loop.num_step_downs
             core = loop.core
             messages.append(
                 wire.welcome_message(

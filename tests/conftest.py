@@ -16,6 +16,12 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-minutes", type=float, default=60.0, help="How long the soak of mixed traffic lasts."
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny float32 model of the rig: one byte is one token."""

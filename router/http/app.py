@@ -36,6 +36,7 @@ from router.http.live import Live
 from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
+from router.stall import STALL_SECONDS, StalledError, StallGuard
 from router.validation import GenerateRequest
 from rpc.errors import RequestError
 
@@ -62,11 +63,17 @@ class HttpApp:
     """The door. `asgi` is what a server serves."""
 
     def __init__(
-        self, intake: Intake, *, max_body_bytes: int, doorkeeper: Doorkeeper, live: Live | None = None
+        self,
+        intake: Intake,
+        *,
+        max_body_bytes: int,
+        doorkeeper: Doorkeeper,
+        client_stall_seconds: float = STALL_SECONDS,
+        live: Live | None = None,
     ) -> None:
         """With `live` the door shows the live page as well."""
         self._intake = intake
-        self._live = live
+        self._client_stall_seconds = client_stall_seconds
         self._doorkeeper = doorkeeper
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
@@ -156,13 +163,15 @@ class HttpApp:
                 await call.until_ended()
                 await exchange.answer(answer.whole(), headers=headers)
                 return
-            await exchange.begin_events(headers)
-            await exchange.events(answer.first_chunks())
-            while news := await call.news():
-                await exchange.events(answer.chunks(news))
-            if asked.include_usage:
-                await exchange.events([answer.usage_chunk()])
-            await exchange.end_events()
+            async with StallGuard(self._client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
+                exchange.guard = guard
+                await exchange.begin_events(headers)
+                await exchange.events(answer.first_chunks())
+                while news := await call.news():
+                    await exchange.events(answer.chunks(news))
+                if asked.include_usage:
+                    await exchange.events([answer.usage_chunk()])
+                await exchange.end_events()
 
     async def _prompt_text(self, request: GenerateRequest) -> str:
         """What an echo repeats."""
@@ -261,6 +270,9 @@ class _Endpoint:
             await self._handle(exchange)
         except ClientDisconnect:
             _log.info("client_hung_up", path=scope["path"])
+        except StalledError as error:  # nothing can be told to whoever takes nothing
+            _log.info("client_stalled", path=scope["path"], reason=error.message)
+            exchange.hang_up()
         except RequestError as error:
             _log.info("request_failed", code=error.code.name, field=error.field)
             await exchange.fail(error)

@@ -11,15 +11,19 @@ from typing import Any, Final, TypeVar
 
 import grpc
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from router.http import errors
 from router.http.errors import HttpError
 from router.keys import ANYBODY
+from router.stall import StallGuard
 from rpc.errors import RequestError
 
 # A body must be in by then; a client that trickles bytes holds nothing but a connection, and not for longer.
 BODY_SECONDS: Final = 60.0
+
+# In a connection's state: what ends it at once.
+ABORT: Final = "abort"
 
 _T = TypeVar("_T")
 
@@ -30,6 +34,8 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request = Request(scope, receive)
         self.names: abc.Mapping[str, str] = {}
+        self.guard: StallGuard | None = None
+        """Watches over the writing of events."""
         self.caller = ANYBODY
         self._receive = receive
         self._send = send
@@ -107,7 +113,7 @@ class Exchange:
         """Sends values, each as one event. Returns when the client's connection can take more."""
         body = b"".join(b"data: " + _encoded(value) + b"\n\n" for value in values)
         if body:
-            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
     async def raw_event(self, data: str) -> None:
         """Sends one event whose value is encoded already."""
@@ -117,7 +123,19 @@ class Exchange:
 
     async def end_events(self) -> None:
         """Ends the stream well."""
-        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        await self._write({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    def hang_up(self) -> None:
+        """Ends the connection at once, whatever is still to be sent."""
+        abort = self.request.scope.get("state", {}).get(ABORT)
+        if abort is not None:
+            abort()
+
+    async def _write(self, message: Message) -> None:
+        if self.guard is None:
+            await self._send(message)
+        else:
+            await self.guard.write(self._send(message))
 
     async def fail(self, error: RequestError | HttpError) -> None:
         """Tells a failure: as the response, or as the last event of one that has begun."""

@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from router.http.app import MAX_HEAD_BYTES, HttpApp
+from router.http.exchange import ABORT
 from rpc.listening import bound_socket
 from rpc.tls import Tls
 
@@ -97,13 +98,17 @@ class _Server(uvicorn.Server):
 
 
 class _TimedHead(H11Protocol):
-    """HTTP/1.1 that cuts a connection whose next head takes too long. uvicorn times idle ones alone."""
+    """HTTP/1.1 that cuts a connection whose next head takes too long. uvicorn times idle ones alone.
+
+    The application can end a connection at once too; `transport.close` would wait for the client.
+    """
 
     head_seconds: ClassVar = _HEAD_SECONDS
     _cut: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
+        self.app_state = {**self.app_state, ABORT: transport.abort}
         self._cut = self.loop.call_later(self.head_seconds, self._too_slow)
 
     def data_received(self, data: bytes) -> None:

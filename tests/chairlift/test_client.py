@@ -55,8 +55,9 @@ class Moody(FakeRouter):
         return response
 
 
-def accepted(seed: int = 5) -> router_pb2.GenerateEvent:
-    return router_pb2.GenerateEvent(accepted=router_pb2.Accepted(request_id="r", seed=seed))
+def accepted(seed: int = 5, token: str = "") -> router_pb2.GenerateEvent:
+    told = router_pb2.Accepted(request_id="r", seed=seed, resume_token=token)
+    return router_pb2.GenerateEvent(accepted=told)
 
 
 async def generate_blocking(address: str, *args: Any, retries: int = 5, **options: Any) -> Answer:
@@ -168,10 +169,46 @@ async def test_b106_a_broken_stream_goes_on_where_it_stopped(ask: Ask, tmp_path:
 
 
 @STREAMS
+async def test_b106_a_stream_is_resumed_by_its_token_at_the_next_router(ask: Ask, tmp_path: Path) -> None:
+    def with_ids(text: str) -> router_pb2.GenerateEvent:
+        return router_pb2.GenerateEvent(delta=router_pb2.Delta(text=text, token_ids=list(text.encode())))
+
+    first_folder, second_folder = tmp_path / "1", tmp_path / "2"
+    first_folder.mkdir()
+    second_folder.mkdir()
+    first = Moody(([accepted(token="t"), with_ids("The "), with_ids("end")], LOST), ([], LOST))
+    second = Moody(([], LOST), ([accepted(token="t"), with_ids("ing."), finished(STOP)], None))
+    shown: list[Piece] = []
+    async with listening(first, first_folder) as here, listening(second, second_folder) as there:
+        answer = await ask(f"{here},{there}", "What?", shown=shown)
+    assert "".join(piece.text for piece in shown) == answer.text == "The ending."
+    assert bytes(answer.choices[0].token_ids) == b"The ending."
+    assert [len(first.requests), len(second.requests)] == [2, 2], "they are asked in turn"
+    asked = router_pb2.GenerateRequest(text="What?", request_id="r")
+    asked.resume.resume_token = "t"
+    asked.resume.received.add(index=0, token_ids=b"The end")
+    assert second.requests[1] == asked
+
+
+@STREAMS
+async def test_where_no_router_knows_the_token_the_request_is_repeated(ask: Ask, tmp_path: Path) -> None:
+    unknown = RequestError(grpc.StatusCode.PERMISSION_DENIED, "not ours", field="resume.resume_token")
+    router = Moody(
+        ([accepted(token="t"), delta("The cap")], LOST),
+        ([], unknown),
+        ([accepted(token="u"), delta("The capital"), finished(STOP)], None),
+    )
+    async with listening(router, tmp_path) as address:
+        assert (await ask(address, "What?")).text == "The capital"
+    assert not router.requests[2].HasField("resume")
+    assert router.requests[2].sampling.seed == 5
+
+
+@STREAMS
 async def test_another_answer_is_not_spliced_onto_the_first(ask: Ask, tmp_path: Path) -> None:
     router = Moody(([accepted(), delta("one")], LOST), ([accepted(), delta("two"), finished(STOP)], None))
     async with listening(router, tmp_path) as address:
-        with pytest.raises(ChairliftError, match="another answer") as raised:
+        with pytest.raises(ChairliftError, match="does not go on with this answer") as raised:
             await ask(address, "What?")
     assert raised.value.code == "ABORTED"
 

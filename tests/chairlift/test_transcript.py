@@ -80,6 +80,29 @@ def test_an_answer_that_differs_is_not_spliced(again: router_pb2.GenerateEvent) 
         transcript.take(again)
 
 
+def test_b106_a_resume_sends_every_id_and_goes_on_after_them() -> None:
+    transcript = Transcript(router_pb2.GenerateRequest(text="Hi", n=2))
+    first = accepted()
+    first.accepted.resume_token = "t"
+    for event in (first, delta("ab", 1, 2), delta("x", 9, index=1), finished(1)):
+        transcript.take(event)
+    transcript.restart()
+    expected = router_pb2.GenerateRequest(text="Hi", n=2, request_id="r")
+    expected.resume.resume_token = "t"
+    expected.resume.received.add(index=0, token_ids=[1, 2])
+    expected.resume.received.add(index=1, token_ids=[9])
+    assert transcript.request == expected
+    assert transcript.take(delta("c", 3)) is not None
+    assert transcript.take(finished(1)) is None, "its end was shown"
+    assert transcript.take(finished()) is not None
+    choice = transcript.answer().choices[0]
+    assert (choice.text, choice.token_ids, len(choice.logprobs)) == ("abc", (1, 2, 3), 3)
+    transcript.forget_token()
+    transcript.restart()
+    assert transcript.request.sampling.seed == 5
+    assert not transcript.request.HasField("resume")
+
+
 CUTS = st.lists(st.integers(1, 4), max_size=12)
 
 

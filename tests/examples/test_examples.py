@@ -35,11 +35,9 @@ def url(server: Cluster) -> str:
     return "http://" + server.process("router").next_line().removeprefix("http on ")
 
 
-def run(*argv: str, cwd: Path | None = None) -> str:
+def run(*argv: str, cwd: Path | None = None, seconds: float = NPM_SECONDS) -> str:
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}  # this tree, whatever is installed
-    done = subprocess.run(
-        argv, cwd=cwd, env=environment, capture_output=True, timeout=NPM_SECONDS, check=False
-    )
+    done = subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()
 
@@ -87,6 +85,20 @@ def test_openais_own_client_for_node(server: Cluster, url: str, node_folder: Pat
     assert said.startswith(f"{text}\n48 tokens\nwhole: {text}\n")
     assert "held: boolean" in said
     assert "BadRequestError 400 temperature: 400 temperature is -1" in said
+
+
+@pytest.mark.soak  # the compiler takes its time
+@pytest.mark.skipif(
+    None in map(shutil.which, ("g++", "protoc", "grpc_cpp_plugin", "pkg-config")),
+    reason="there is no g++ with gRPC here (libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc pkg-config)",
+)
+def test_cpp(server: Cluster, tmp_path: Path) -> None:
+    run(str(EXAMPLES / "cpp" / "build.sh"), str(tmp_path), seconds=300)
+    nobody = f"unix:{tmp_path}/nobody.sock"  # the next address is asked
+    said = run(str(tmp_path / "client"), f"{nobody},{server.address('router')}", "Hi")
+    assert said.startswith(f"{answer_to(server, 'Hi', 48)}\nFINISH_REASON_LENGTH, 48 tokens")
+    last = run(str(tmp_path / "client"), server.address("router"), "Hi").splitlines()[-1]
+    assert last == "sampling.temperature is -1.0; it must be from 0 to 100"
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.v1 import router_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from rpc.address import Address
@@ -66,7 +67,8 @@ class Cluster:
     def start_router(
         self, *flags: str, name: str = "router", schedulers: Sequence[str] = ("scheduler",)
     ) -> None:
-        addresses = ",".join(map(self.address, schedulers))
+        """Each of `schedulers` is a shard: a scheduler's name, or several parted by `|` that stand by."""
+        addresses = ",".join("|".join(map(self.address, shard.split("|"))) for shard in schedulers)
         self._start(name, "router", "--model", str(self.model), "--scheduler", addresses, *flags)
 
     def wait(self) -> None:
@@ -115,6 +117,15 @@ class Cluster:
     def restart(self, name: str) -> None:
         """The same again, once it was killed or stopped. Does not wait until it serves."""
         self._processes[name] = self._starts[name]()
+
+    def is_serving(self, name: str) -> bool:
+        """Whether the process answers that it serves; false when it does not answer at once."""
+        stub = health_pb2_grpc.HealthStub(self.channel(name))
+        try:
+            response = stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
+        except grpc.RpcError:
+            return False
+        return response.status == health_pb2.HealthCheckResponse.SERVING
 
     def _take(self, name: str) -> ServiceProcess:
         process = self._processes.pop(name)

@@ -243,7 +243,9 @@ class ScriptedRunner:
         started = time.perf_counter_ns()
         self._num_steps += 1
         fault = self._faults.get(self._num_steps)
-        time.sleep(self._script.step_seconds + self._script.token_seconds * len(inputs.token_ids))
+        seconds = self._script.step_seconds + self._script.token_seconds * len(inputs.token_ids)
+        if seconds:  # sleeping for nothing gives the processor away all the same
+            time.sleep(seconds)
         if fault is not None:
             _bring_about(fault)
         self._slots[inputs.slot_mapping] = inputs.token_ids

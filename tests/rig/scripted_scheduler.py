@@ -206,10 +206,21 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(scheduler: ScriptedScheduler, path: Path) -> AsyncIterator[str]:
-    """Serves it on a Unix socket at `path`; gives the address."""
+async def serving(
+    scheduler: ScriptedScheduler, path: Path, *, serialize: Callable[[Any], bytes] | None = None
+) -> AsyncIterator[str]:
+    """Serves it on a Unix socket at `path`; gives the address.
+
+    `serialize` makes bytes of its messages to routers, where a test wants to say what is no message.
+    """
     server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)
+    if serialize is not None:
+        connect = grpc.stream_stream_rpc_method_handler(
+            scheduler.Connect, scheduler_pb2.RouterMessage.FromString, serialize
+        )
+        name = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
+        server.add_registered_method_handlers(name, {"Connect": connect})
     server.add_insecure_port(f"unix:{path}")
     await server.start()
     try:

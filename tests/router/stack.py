@@ -11,7 +11,8 @@ import grpc
 from protos.v1 import router_pb2_grpc, scheduler_pb2
 from router.intake import Intake, ServedModel
 from router.key_file import Doorkeeper
-from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer
@@ -60,6 +61,7 @@ async def rig(
     ready: bool = True,
     max_tokens: int | None = None,
     served: bool = True,
+    client_stall_seconds: float = 30.0,
     tenants: str = "",
 ) -> AsyncIterator[Rig]:
     scheduler = scheduler or ScriptedScheduler()
@@ -81,7 +83,11 @@ async def rig(
         stack.callback(intake.close)
         doorkeeper = Doorkeeper(tenants)
         servicer = RouterServicer(
-            intake=intake, schedulers=pool, max_message_bytes=MAX_MESSAGE_BYTES, doorkeeper=doorkeeper
+            intake=intake,
+            schedulers=pool,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            doorkeeper=doorkeeper,
+            client_stall_seconds=client_stall_seconds,
         )
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
         router_pb2_grpc.add_RouterServicer_to_server(servicer, server)

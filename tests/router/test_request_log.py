@@ -10,11 +10,13 @@ from router.request_log import (
     Delta,
     End,
     FinishReason,
+    OverrunError,
     RequestLog,
     SamplingParams,
     TokenLogprobs,
     choice_key,
     choice_seed,
+    drawn_seed,
 )
 from router.stop_strings import StopStrings
 from router.text_stream import TextStream
@@ -211,3 +213,58 @@ def test_b52_text_and_ids_do_not_depend_on_how_messages_or_deltas_are_cut(
         pieces.append(rest[:cut])
         rest = rest[cut:]
     assert run([*pieces, rest]) == run([text])
+
+
+def test_b106_held_text_comes_with_the_id_that_ends_the_choice() -> None:
+    """Else a client that has all ids could not know whether it has all of the text."""
+    choice = new_log("xyz", max_tokens=2).choices[0]
+    choice.append(ids("ax"), (), 11.0)
+    assert choice.take_delta() == Delta(0, 0, "ax", tuple(ids("ax")), ())
+    choice.finish(End(FinishReason.LENGTH), 12.0)
+    assert choice.take_delta() is None
+    stopped = new_log("xyz").choices[0]
+    stopped.append([*ids("ax"), EOS], (), 11.0)
+    assert stopped.take_delta() == Delta(0, 0, "ax", (*ids("ax"), EOS), ())
+
+
+@given(st.text("abx", max_size=20), st.integers(0, 20), st.integers(1, 25))
+def test_b106_a_resumed_choice_goes_on_with_text_and_ids_exactly(
+    text: str, cut: int, max_tokens: int
+) -> None:
+    whole = new_log("ab", "xx", max_tokens=max_tokens).choices[0]
+    whole.append(ids(text)[:max_tokens], (), 11.0)
+    token_ids = list(whole.output_token_ids)
+    received = token_ids[: min(cut, len(token_ids))]
+    before = new_log("ab", "xx", max_tokens=max_tokens).choices[0]
+    before.append(received, (), 11.0)
+    had = before.take_delta()
+    resumed = new_log("ab", "xx", max_tokens=max_tokens).choices[0]
+    resumed.resume(received, 11.0)
+    assert resumed.take_delta() is None
+    if resumed.end is None:
+        resumed.append(token_ids[len(received) :], (), 12.0)
+    for choice in (whole, resumed):
+        if choice.end is None:
+            choice.finish(End(FinishReason.LENGTH), 13.0)
+    delta, more = whole.take_delta(), resumed.take_delta()
+    assert (had.text if had else "") + (more.text if more else "") == (delta.text if delta else "")
+    assert resumed.output_token_ids == token_ids
+    assert resumed.end == whole.end
+    assert more is None or more.offset == len(received)
+
+
+@pytest.mark.parametrize("received", [[EOS, 97], [97, 98, 97], [97] * 4])
+def test_ids_behind_an_end_cannot_be_resumed_from(received: list[int]) -> None:
+    choice = new_log("ab", max_tokens=3).choices[0]
+    with pytest.raises(OverrunError) as raised:
+        choice.resume(received, 11.0)
+    assert raised.value.position == {2: 1, 3: 2, 4: 3}[len(received)]
+
+
+def test_a_drawn_seed_is_of_the_request_alone() -> None:
+    seeds = {
+        drawn_seed(*named) for named in [("", "a", b"d"), ("", "b", b"d"), ("", "a", b"e"), ("t", "a", b"d")]
+    }
+    assert len(seeds) == 4
+    assert all(-(1 << 63) <= seed < 1 << 63 for seed in seeds)
+    assert drawn_seed("", "a", b"d") in seeds

@@ -8,12 +8,15 @@ from pathlib import Path
 import grpc
 import pytest
 
+from protos.v1 import scheduler_pb2
 from router.request_log import End, FinishReason
-from router.scheduler_client import SchedulerClient, SchedulerPool
+from router.scheduler_client import SchedulerClient
+from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
 from rpc.address import Address
 from rpc.errors import RequestError
-from tests.rig.scripted_scheduler import MAX_MESSAGE_BYTES, ScriptedScheduler, serving
+from tests.rig.scripted_scheduler import MAX_MESSAGE_BYTES, ScriptedScheduler, Stream, serving
+from tests.router.stack import eventually
 from tests.router.test_scheduler_session import new_request
 
 LEAVE = End(FinishReason.ABORT)
@@ -35,12 +38,12 @@ class Changes:
                 await self._changed.wait()
 
 
-def new_client(address: str, changes: Changes) -> SchedulerClient:
+def new_client(address: str, changes: Changes, *, recovery_timeout_seconds: float = 60.0) -> SchedulerClient:
     return SchedulerClient(
         Address.parse(address, field="--scheduler"),
         router_id="router-1",
         tokenizer=TokenizerIdentity("", 260),
-        recovery_timeout_seconds=60.0,
+        recovery_timeout_seconds=recovery_timeout_seconds,
         max_message_bytes=MAX_MESSAGE_BYTES,
         on_serving_changed=changes,
     )
@@ -132,3 +135,45 @@ async def test_requests_wait_for_a_restarted_scheduler_and_go_on_there(tmp_path:
             client.release(request, LEAVE)
             await second.until(lambda: bool(second.cancels))
             assert client.num_live == 0
+
+
+class Babbling(ScriptedScheduler):
+    """Welcomes every router, then says what no router can read, or a handle that nobody gave."""
+
+    def __init__(self, *, unreadable: bool) -> None:
+        super().__init__()
+        self._unreadable = unreadable
+
+    async def _greet(self, stream: Stream) -> None:
+        await super()._greet(stream)
+        output = scheduler_pb2.StepOutput(message_id=1, accepted=[77])
+        if self._unreadable:
+            await stream.context.write(b"\xff\xff\xff")  # type: ignore[arg-type]  # bytes pass the serializer below
+        else:
+            await stream.context.write(scheduler_pb2.SchedulerMessage(step_output=output))
+
+
+@pytest.mark.parametrize("unreadable", [True, False])
+async def test_a_scheduler_that_breaks_the_protocol_each_time_is_as_good_as_away(
+    tmp_path: Path, unreadable: bool
+) -> None:
+    changes = Changes()
+    client = new_client(f"unix:{tmp_path}/s.sock", changes, recovery_timeout_seconds=0.5)
+    request = new_request()
+    async with running(SchedulerPool([client])):
+        async with serving(ScriptedScheduler(), tmp_path / "s.sock"):
+            await changes.until_serving(client)
+            client.submit(request, lambda: None)
+        babbling = Babbling(unreadable=unreadable)
+        async with serving(babbling, tmp_path / "s.sock", serialize=as_bytes):
+            await eventually(lambda: request.ended)
+            assert 1 < len(babbling.streams) < 20, "it was tried again, and not without pause"
+    end = request.choices[0].end
+    assert end is not None
+    assert end.status_code == 14
+    words = "a message could not be read" if unreadable else "handle 77 was never given"
+    assert f"it broke the protocol: {words}" in end.message
+
+
+def as_bytes(message: scheduler_pb2.SchedulerMessage | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()

@@ -463,6 +463,92 @@ def test_a_scheduler_that_comes_back_in_time_ends_the_wait() -> None:
     assert session.recovery_deadline == 1060.0
 
 
+# --- going on elsewhere -----------------------------------------------------------------------------
+
+
+def test_a_request_that_was_handed_over_leaves_in_silence_and_a_newer_log_attaches() -> None:
+    session, older, newer = new_session(), new_request(n=2), new_request(n=2)
+    connection = opened(session)
+    session.submit(older, 100.0)
+    drain(session)
+    session.hand_over(older)
+    newer.choices[0].resume([97], 101.0)
+    session.submit(newer, 101.0)
+    messages = drain(session)
+    assert [m.handle for m in submits(messages)] == [3, 4]
+    assert not any(isinstance(message, Cancel) for message in messages)
+    # What the older handles still get is nobody's.
+    assert session.receive(connection, output(1, {1: [120], 3: [98]}), 102.0) == [Progressed(newer)]
+    assert newer.choices[0].output_token_ids == [97, 98]
+    assert older.choices[0].output_token_ids == []
+
+
+def test_half_a_prompt_that_was_handed_over_is_given_up_first() -> None:
+    session, older, newer = new_session(), *(new_request(num_prompt_tokens=3 * PART_TOKENS) for _ in "12")
+    opened(session)
+    session.submit(older, 100.0)
+    assert isinstance(session.next_message(100.0), Submit)
+    session.hand_over(older)
+    session.submit(newer, 101.0)
+    cancel, *parts = drain(session)
+    assert cancel == Cancel(older.choices[0].key, FinishReason.ABORT)
+    assert [m.handle for m in submits(parts)] == [2, 2, 2]
+
+
+def test_what_was_abandoned_goes_on_elsewhere_and_its_scheduler_is_told_when_it_is_back() -> None:
+    session, other, request = new_session(), new_session(), new_request()
+    opened(session)
+    opened(other)
+    session.submit(request, 100.0)
+    drain(session)
+    session.disconnected("gone", 101.0)
+    assert session.away_since == 101.0
+    assert session.requests == [request]
+    session.abandon(request)
+    other.submit(request, 102.0)
+    assert request.submitted_at == 100.0, "its place is as old as it is"
+    assert len(submits(drain(other))) == 1
+    assert session.expire(1000.0) == []
+    opened(session)
+    assert not submits(drain(session))
+
+
+def test_a_choice_that_had_its_stop_string_is_not_computed_on() -> None:
+    session, request = new_session(), new_request("a", "bc", n=2)
+    opened(session)
+    request.choices[0].resume([98, 99], 99.0)
+    session.submit(request, 100.0)
+    cancel, submit = drain(session)
+    assert cancel == Cancel(request.choices[0].key, FinishReason.STOP)
+    assert isinstance(submit, Submit)
+    assert submit.body is not None
+    assert submit.body.key == request.choices[1].key
+
+
+def test_breaks_of_the_protocol_that_follow_one_another_count_as_being_away() -> None:
+    session, request = new_session(recovery_timeout_seconds=60.0), new_request()
+    opened(session)
+    session.submit(request, 100.0)
+    now = 100.0
+    while now < 159.0:
+        session.broke_protocol("it babbles", now)
+        opened(session, now)
+        now += 1.0
+        assert not request.ended
+    assert Progressed(request) in session.broke_protocol("it babbles", 160.0)
+    assert request.choices[0].end is not None
+
+
+def test_breaks_far_apart_are_affairs_of_their_own() -> None:
+    session, request = new_session(recovery_timeout_seconds=60.0), new_request()
+    opened(session)
+    session.submit(request, 100.0)
+    for now in (100.0, 150.0, 200.0):
+        session.broke_protocol("it babbles", now)
+        opened(session, now)
+    assert not request.ended
+
+
 # --- the law ----------------------------------------------------------------------------------------
 
 

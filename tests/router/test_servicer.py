@@ -7,7 +7,10 @@ import pytest
 
 from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from protos.v1.router_pb2 import GenerateEvent, GenerateRequest
+from router.kept_results import KeptResults
 from router.scheduler_session import PART_TOKENS
+from router.stop_strings import StopStrings
+from router.text_stream import TextStream
 from rpc.errors import from_call
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import MAX_MESSAGE_BYTES, ScriptedScheduler
@@ -153,6 +156,18 @@ class SlowReader:
         await self.reads.wait()
         self.events.append(event)
 
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: object) -> None:
+        raise Aborted(code, details)
+
+
+class Aborted(Exception):  # noqa: N818 - it is what happened
+    """The status with which a call ended."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+
 
 async def test_b88_what_a_slow_reader_has_not_taken_is_one_delta(start: Start) -> None:
     async with start() as rig:
@@ -180,9 +195,199 @@ async def test_b28_a_second_request_of_a_live_id_is_refused_and_the_first_untouc
         events = await collect(first)
         assert text_of(events) == "a"
         assert finishes(events)[0].token_id == 257
-        again = rig.stub.Generate(text_request(request_id="twice"))
+        again = await collect(rig.stub.Generate(text_request(request_id="twice")))
+        assert text_of(again) == "a", "it has ended, and is told again"
+        assert len(rig.scheduler.submits) == 1
+        other = rig.stub.Generate(text_request("another", request_id="twice"))
         await rig.scheduler.give(await rig.scheduler.submitted(2), [98, 257], finish=STOP)
-        assert text_of(await collect(again)) == "b"
+        assert text_of(await collect(other)) == "b"
+
+
+# --- resuming ---------------------------------------------------------------------------------------
+
+
+def resumed(request: GenerateRequest, accepted: router_pb2.Accepted, *received: list[int]) -> GenerateRequest:
+    """The same request, going on after these ids of each choice."""
+    again = GenerateRequest()
+    again.CopyFrom(request)
+    again.request_id = accepted.request_id
+    again.resume.resume_token = accepted.resume_token
+    for index, token_ids in enumerate(received):
+        again.resume.received.add(index=index, token_ids=token_ids)
+    return again
+
+
+async def test_b106_a_resume_takes_the_stream_over_and_the_older_reader_ends_aborted(start: Start) -> None:
+    async with start() as rig:
+        request = text_request()
+        older = rig.stub.Generate(request)
+        first = await rig.scheduler.submitted()
+        await rig.scheduler.give(first, list(b"abc"))
+        accepted = (await older.read()).accepted
+        newer = rig.stub.Generate(resumed(request, accepted, [97, 98]))
+        second = await rig.scheduler.submitted(2)
+        assert (await failure(older)).code() is grpc.StatusCode.ABORTED
+        assert (second.key, second.body_digest, second.sampling) == (
+            first.key,
+            first.body_digest,
+            first.sampling,
+        )
+        assert list(second.output_token_ids) == [97, 98]
+        assert second.accepted_before
+        assert not rig.scheduler.cancels, "the sequence lives on"
+        await rig.scheduler.give(second, [*b"cd", 257], finish=STOP)
+        events = await collect(newer)
+        assert events[0].accepted == accepted
+        assert deltas(events)[0].offset == 2
+        assert text_of(events) == "cd"
+        assert finishes(events)[0].usage.num_output_tokens == 5
+        await rig.quiet()
+
+
+async def test_b106_what_has_ended_is_told_again_from_where_its_client_is(start: Start) -> None:
+    async with start(ScriptedScheduler(script=letters("hello😀"))) as rig:
+        request = text_request(n=2, stop=["nowhere"])
+        whole = await collect(rig.stub.Generate(request))
+        accepted = whole[0].accepted
+        ids = [[t for d in deltas(whole, index) for t in d.token_ids] for index in range(2)]
+        await eventually(lambda: rig.intake.num_live == 0)
+        again = await collect(rig.stub.Generate(resumed(request, accepted, ids[0][:7], ids[1])))
+        assert text_of(again, 0) == "😀", "half a character was held back, and comes whole"
+        assert text_of(again, 1) == ""
+        assert finishes(again)[1].usage == finishes(whole)[1].usage
+        assert len(rig.scheduler.submits) == 2
+        await rig.quiet()
+
+
+@pytest.mark.parametrize("cut", range(9))
+async def test_b106_a_resumed_text_goes_on_exactly_whatever_was_held_back(start: Start, cut: int) -> None:
+    async with start(ScriptedScheduler(script=letters("ab😀stop"))) as rig:
+        request = text_request(stop=["stops", "b😀so"], sampling=Sampling(logprobs=None, seed=3))
+        whole = await collect(rig.stub.Generate(request))
+        ids = [t for d in deltas(whole) for t in d.token_ids]
+        # Another router, which has neither log nor result: the scheduler has the rest.
+        rig.intake._kept = KeptResults()
+        again = await collect(rig.stub.Generate(resumed(request, whole[0].accepted, ids[:cut])))
+        certain = TextStream(
+            rig.intake.model.tokenizer.detokenizer(), StopStrings(tuple(request.stop), include=False)
+        )
+        assert certain.push(ids[:cut]).text + text_of(again) == text_of(whole) == "ab😀stop"
+
+
+async def test_a_choice_whose_received_ids_hold_its_stop_string_ends_at_once(start: Start) -> None:
+    async with start() as rig:
+        request = text_request(stop=["bc"])
+        call = rig.stub.Generate(request)
+        submit = await rig.scheduler.submitted()
+        await rig.scheduler.give(submit, list(b"ab"))
+        accepted = (await call.read()).accepted
+        events = await collect(rig.stub.Generate(resumed(request, accepted, list(b"abc"))))
+        assert (finishes(events)[0].reason, finishes(events)[0].stop) == (STOP, "bc")
+        assert text_of(events) == ""
+        await rig.scheduler.until(lambda: bool(rig.scheduler.cancels))
+        assert rig.scheduler.cancels[0].key == submit.key
+
+
+async def test_a_bad_resume_is_refused_by_name_and_harms_nothing(start: Start) -> None:
+    async with start() as rig:
+        request = text_request(request_id="mine", n=2, sampling=Sampling(max_tokens=4))
+        call = rig.stub.Generate(request)
+        first, second = await rig.scheduler.submitted(), await rig.scheduler.submitted(2)
+        accepted = (await call.read()).accepted
+
+        async def refused(asked: GenerateRequest, code: grpc.StatusCode, words: str, field: str) -> None:
+            refusal = from_call(await failure(rig.stub.Generate(asked)))
+            assert refusal.code is code
+            assert words in refusal.message
+            assert refusal.field == field
+
+        good = resumed(request, accepted, [97], [98])
+        invalid = grpc.StatusCode.INVALID_ARGUMENT
+        token = "resume.resume_token"
+        nonsense, forged, foreign, unnamed, other = (
+            GenerateRequest.FromString(good.SerializeToString()) for _ in range(5)
+        )
+        nonsense.resume.resume_token = "nonsense"
+        await refused(nonsense, invalid, "no token of this version", token)
+        forged.resume.resume_token = good.resume.resume_token[:-4] + "AAAA"
+        await refused(forged, grpc.StatusCode.PERMISSION_DENIED, "was not given by this cluster", token)
+        foreign.request_id = "yours"
+        await refused(foreign, grpc.StatusCode.PERMISSION_DENIED, "'yours'", token)
+        unnamed.request_id = ""
+        await refused(unnamed, invalid, "request_id that Accepted told", "request_id")
+        other.text = "ho"
+        await refused(other, invalid, "differs from the one that was accepted", "resume")
+        for received, words in [
+            ([[97], [98], [99]], "received[2].index is 2"),
+            ([[97, 999]], "received[0].token_ids[1] is 999"),
+            ([[97] * 5], "5 ids; max_tokens of this request is 4"),
+            ([[97, 257, 97]], "go on at [2] behind the end"),
+        ]:
+            refusal = from_call(await failure(rig.stub.Generate(resumed(request, accepted, *received))))
+            assert refusal.code is invalid
+            assert words in refusal.message
+        doubled = resumed(request, accepted, [97])
+        doubled.resume.received.add(index=0)
+        await refused(
+            doubled, invalid, "received[1].index is 0, which an earlier entry has", "resume.received[1].index"
+        )
+        assert from_call(await failure(rig.stub.Complete(good))).field == "resume"
+        for submit in (first, second):
+            await rig.scheduler.give(submit, [97, 257], finish=STOP)
+        events = [GenerateEvent(accepted=accepted), *await collect(call)]
+        assert [text_of(events, index) for index in range(2)] == ["a", "a"]
+        assert len(rig.scheduler.submits) == 2
+        await rig.quiet()
+
+
+async def test_ids_that_differ_from_the_live_ones_are_gone_on_from(start: Start) -> None:
+    async with start() as rig:
+        request = text_request()
+        call = rig.stub.Generate(request)
+        await rig.scheduler.give(await rig.scheduler.submitted(), list(b"abc"))
+        accepted = (await call.read()).accepted
+        newer = rig.stub.Generate(resumed(request, accepted, list(b"xy")))
+        submit = await rig.scheduler.submitted(2)
+        assert bytes(submit.output_token_ids) == b"xy"
+        await rig.scheduler.give(submit, [*b"z", 257], finish=STOP)
+        assert text_of(await collect(newer)) == "z"
+
+
+async def test_a_repeated_request_without_a_seed_uses_the_seed_that_was_drawn(start: Start) -> None:
+    async with start() as rig:
+        seeds = []
+        for _ in range(2):
+            call = rig.stub.Generate(text_request(request_id="mine"))
+            seeds.append((await rig.scheduler.submitted(len(seeds) + 1)).sampling.seed)
+            call.cancel()
+            await rig.quiet()
+        assert seeds[0] == seeds[1]
+
+
+# --- readers that stall -----------------------------------------------------------------------------
+
+
+async def test_b88_a_client_that_takes_nothing_is_cut_and_its_request_given_up(start: Start) -> None:
+    async with start(client_stall_seconds=0.2) as rig:
+        reader = SlowReader()
+        with pytest.raises(Aborted) as cut:
+            await asyncio.wait_for(rig.servicer.Generate(text_request(), reader), 20)  # type: ignore[arg-type]
+        assert cut.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "nothing of the stream was taken for 0.2 seconds" in cut.value.details
+        await rig.scheduler.until(lambda: bool(rig.scheduler.cancels))
+        await rig.quiet()
+
+
+async def test_b88_a_client_too_many_logprobs_behind_is_cut(start: Start) -> None:
+    async with start(ScriptedScheduler(max_total_tokens=10_000)) as rig:
+        reader = SlowReader()
+        request = text_request(sampling=Sampling(logprobs=0, max_tokens=5000))
+        call = asyncio.create_task(rig.servicer.Generate(request, reader))  # type: ignore[arg-type]
+        submit = await rig.scheduler.submitted()
+        row = common_pb2.TokenLogprobs(token_id=97, logprob=-1, rank=1)
+        await rig.scheduler.give(submit, [97] * 3000, logprobs=[row] * 3000)
+        with pytest.raises(Aborted, match="2048 tokens with log-probabilities behind"):
+            await asyncio.wait_for(call, 20)
 
 
 # --- Complete ---------------------------------------------------------------------------------------
@@ -448,14 +653,9 @@ async def test_unknown_fields_are_refused(start: Start) -> None:
 
 async def test_fields_not_served_yet_are_unimplemented_by_name(start: Start) -> None:
     async with start() as rig:
-        resume = router_pb2.Resume(resume_token="t")
-        for request, field in (
-            (text_request(sampling=Sampling(frequency_penalty=0.5)), "sampling.frequency_penalty"),
-            (text_request(resume=resume), "resume"),
-        ):
-            error = await failure(rig.stub.Generate(request))
-            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert field in str(error.details())
+        error = await failure(rig.stub.Generate(text_request(sampling=Sampling(frequency_penalty=0.5))))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "sampling.frequency_penalty" in str(error.details())
 
 
 async def test_b81_a_long_prompt_arrives_whole_through_its_parts(start: Start) -> None:

@@ -375,12 +375,6 @@ def test_b99_a_constraint_needs_executors_that_can_and_an_end_token(
     assert refusal(constraint=constraint, ignore_eos=True).field == "sampling.ignore_eos"
 
 
-def test_resume_is_refused_by_name() -> None:
-    error = refusal(GenerateRequest(prompt="p", resume=True))
-    assert error.code is grpc.StatusCode.UNIMPLEMENTED
-    assert error.field == "resume"
-
-
 # --- the rest ---------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc.address import MAX_UNIX_PATH_BYTES, Address, AddressError, parse_list
+from rpc.address import MAX_UNIX_PATH_BYTES, Address, AddressError, parse_groups, parse_list
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,11 @@ def test_any_text_is_an_address_that_parses_again_or_a_refusal(text: str) -> Non
     except AddressError:
         return
     assert Address.parse(address.target, field="x") == address
+
+
+def test_groups_are_parted_by_commas_and_their_addresses_by_bars() -> None:
+    groups = parse_groups("a:1|b:2, unix:/c", field="--scheduler")
+    assert [[str(address) for address in group] for group in groups] == [["a:1", "b:2"], ["unix:/c"]]
+    for text in ("a:1|a:1", "a:1|b:2,a:1", "a:1||b:2", "a:1|"):
+        with pytest.raises(AddressError, match="--scheduler"):
+            parse_groups(text, field="--scheduler")

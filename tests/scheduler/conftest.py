@@ -1,6 +1,8 @@
 """A running scheduler, with and without its executor."""
 
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +22,10 @@ async def executor(shell: Shell) -> AsyncIterator[ObedientExecutor]:
     obedient = ObedientExecutor()
     async with serving_executor(obedient, shell.executor_address):
         yield obedient
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For sockets: a path of theirs has at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)

@@ -20,6 +20,9 @@ from rpc.address import Address
 from rpc.channel import connect, server_options
 from scheduler import audit, wire
 from scheduler.core import SchedulerCore
+from scheduler.leadership import Leadership
+from scheduler.lease import Lease
+from scheduler.lease_file import LeaseFile
 from scheduler.loop import ExecutorDirectory, ExecutorLoop, SchedulerLoop
 from scheduler.policy import Limits
 from scheduler.servicer import SchedulerServicer
@@ -217,10 +220,19 @@ class Shell:
     """One scheduler process's inside."""
 
     def __init__(
-        self, folder: Path, limits: Limits, *, router_stall_seconds: float, reattach_seconds: float
+        self,
+        folder: Path,
+        limits: Limits,
+        *,
+        router_stall_seconds: float = 10.0,
+        reattach_seconds: float = 0.3,
+        scheduler_id: str = "this-scheduler",
+        lease_seconds: float | None = None,
     ) -> None:
+        """With `lease_seconds` it leads or stands by, as a lease in the folder says."""
         self.executor_address = f"unix:{folder}/executor.sock"
-        self.address = f"unix:{folder}/scheduler.sock"
+        self.address = f"unix:{folder}/{scheduler_id}.sock"
+        self._scheduler_id = scheduler_id
         self.serving: list[tuple[bool, str]] = []
         self.core = SchedulerCore(limits, padding_sampling=wire.padding_sampling())
         self.loop = SchedulerLoop(
@@ -230,32 +242,43 @@ class Shell:
         self._reattach_seconds = reattach_seconds
         self._open = contextlib.AsyncExitStack()
         self._routers: list[Router] = []
+        self.leadership: Leadership | None = None
+        if lease_seconds is not None:
+            lease = Lease(scheduler_id, lease_seconds)
+            self.leadership = Leadership(lease, LeaseFile(folder / "lease"), self.loop, self._lead)
 
-    def executor_loop(self, address: Address) -> ExecutorLoop:
+    async def _lead(self, term: int) -> None:
+        assert self.leadership is not None
+        fenced = self.leadership.fenced
+        await self._directory(lambda address: self.executor_loop(address, term, fenced)).run()
+
+    def _directory(self, make_loop: Callable[[Address], ExecutorLoop]) -> ExecutorDirectory:
+        return ExecutorDirectory([Address.parse(self.executor_address, field="--executor")], make_loop)
+
+    def executor_loop(
+        self, address: Address, term: int = 0, on_held: Callable[[str, int], None] | None = None
+    ) -> ExecutorLoop:
         return ExecutorLoop(
             self.loop,
             address,
-            scheduler_id="this-scheduler",
+            scheduler_id=self._scheduler_id,
             reattach_seconds=self._reattach_seconds,
             max_message_bytes=MAX_MESSAGE_BYTES,
+            term=term,
+            on_held=on_held,
         )
 
     async def start(self) -> None:
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
         servicer = SchedulerServicer(
-            self.loop, scheduler_id="this-scheduler", router_stall_seconds=self._stall_seconds
+            self.loop, scheduler_id=self._scheduler_id, router_stall_seconds=self._stall_seconds
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)
         server.add_insecure_port(self.address)
         await server.start()
         self._open.push_async_callback(server.stop, 0)
-        directory = ExecutorDirectory(
-            [Address.parse(self.executor_address, field="--executor")], self.executor_loop
-        )
-        self.tasks = [
-            asyncio.create_task(self.loop.run_timers()),
-            asyncio.create_task(directory.run()),
-        ]
+        work = self.leadership or self._directory(self.executor_loop)
+        self.tasks = [asyncio.create_task(self.loop.run_timers()), asyncio.create_task(work.run())]
         self.channel = connect(
             Address.parse(self.address, field="--scheduler"), max_message_bytes=MAX_MESSAGE_BYTES
         )

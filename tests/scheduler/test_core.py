@@ -489,6 +489,19 @@ def test_ids_that_already_end_the_request_end_it_without_a_step(
     assert h.plan() is None
 
 
+def test_b106_who_attaches_brings_a_deadline_of_its_own() -> None:
+    h = Harness()
+    seq = h.submit("a", [1, 2, 3], 50, deadline=5.0)
+    h.step()
+    again = h.core.submit(h.request("a", [1, 2, 3], 50, deadline=20.0), seq.output_token_ids(), now=h.now)
+    assert again is seq
+    assert h.core.expire(6.0) == []
+    assert h.core.expire(20.0) == [seq]
+    h.now = 21.0
+    later = h.core.submit(h.request("a", [1, 2, 3], 50, deadline=40.0), seq.output_token_ids(), now=h.now)
+    assert later is not seq, "a call whose time is over has nothing to go on with"
+
+
 def test_an_orphan_runs_on_for_its_grace_and_no_longer() -> None:
     h = Harness(limits(1, orphan_grace_seconds=10.0))
     seq = h.submit("A", prompt(4), 100, ignore_eos=True)

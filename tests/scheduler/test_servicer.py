@@ -145,6 +145,25 @@ async def test_a_cancel_ends_the_sequence_and_frees_its_blocks(
     assert router.ids[1] == []
 
 
+async def test_a_router_does_not_cancel_what_another_one_has_taken_over(
+    shell: Shell, executor: ObedientExecutor
+) -> None:
+    """The client's old connection breaks when its new one has long gone on at another router."""
+    old, new = await shell.welcomed("old"), await shell.welcomed("new")
+    executor.may_answer.clear()
+    await old.submit(1, "a", [1, 2, 3], 6)
+    await until(lambda: executor.plans)
+    await new.submit(1, "a", [1, 2, 3], 6, accepted_before=True)
+    await until(lambda: 1 in old.finished)
+    assert old.finished[1].status_code == StatusCode.ABORTED
+    await old.cancel("a")
+    await old.cancel("never")
+    executor.may_answer.set()
+    await until(lambda: 1 in new.finished)
+    assert new.finished[1].reason == LENGTH
+    assert new.ids[1] == expected_ids([1, 2, 3], 6)
+
+
 async def test_b30_cancelling_what_does_not_live_leaves_no_trace(
     shell: Shell, executor: ObedientExecutor
 ) -> None:

@@ -1,12 +1,16 @@
 """`python -m tests.simulation SEED`: the whole trace of one run."""
 
+import logging
 import sys
+
+import structlog
 
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import SimulationError
 
 
 def main(seed: int) -> int:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     scenario = Scenario(seed)
     failure = ""
     try:

@@ -3,6 +3,7 @@
 What a request must get, the undisturbed run, is worked out here from its prompt alone, without any server.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.detokenizer import ByteLevelDetokenizer
@@ -74,18 +75,26 @@ def text_stream(stops: tuple[str, ...]) -> TextStream:
 
 
 class Client:
-    """Asks, reads, and holds the answer against the undisturbed one."""
+    """Asks, reads, and holds the answer against the undisturbed one.
 
-    def __init__(self, world: World, ask: Ask, router: RouterNode, script: Script) -> None:
+    When its router is lost it goes on at another one with the ids it has.
+    """
+
+    def __init__(self, world: World, ask: Ask, routers: Sequence[RouterNode], script: Script) -> None:
+        """`routers`: the one it asks, then those it turns to."""
         self.ask = ask
         self.is_done = False
+        self.num_refused = 0
         self._world = world
-        self._router = router
+        self._routers = routers
+        self._num_lost = 0
         self._script = script
         self._right = undisturbed(ask, script)
         self._token_ids: list[list[int]] = [[] for _ in range(ask.n)]
         self._texts = [""] * ask.n
+        self._ends: list[End | None] = [None] * ask.n
         self._log: RequestLog | None = None
+        self._accepted = False
         self._given_up: FinishReason | None = None
         world.after(ask.at, self._begin)
         if ask.cancel_at is not None:
@@ -95,18 +104,42 @@ class Client:
             late = world.rng(f"lateness of {ask.name}").uniform(0.0, 0.02)
             world.after(ask.deadline + late, lambda: self._give_up(FinishReason.DEADLINE))
 
+    @property
+    def _router(self) -> RouterNode:
+        return self._routers[self._num_lost % len(self._routers)]
+
+    # --- asking -------------------------------------------------------------------------------------
+
     def _begin(self) -> None:
         if self._given_up is not None:
-            self.is_done = True  # it left before anybody took it in
+            self.is_done = True
             return
-        self._log = self._new_log()
-        if not self._router.submit(self._log, self._read):
+        log = self._log = self._new_log()
+        for choice in log.choices:
+            choice.resume(self._token_ids[choice.index], self._world.now)
+        self._router.submit(
+            log,
+            wake=lambda: self._read(log),
+            refused=lambda: self._ask_again(log),
+            lost=lambda: self._lost(log),
+        )
+
+    def _ask_again(self, log: RequestLog) -> None:
+        if log is self._log and not self.is_done:
             self._log = None
-            self._world.after(ASK_AGAIN_SECONDS, self._begin)
+            self.num_refused += 1
+            self._num_lost += 1
+            self._world.after(ASK_AGAIN_SECONDS * min(self.num_refused, 10), self._begin)
+
+    def _lost(self, log: RequestLog) -> None:
+        if log is self._log and not self.is_done:
+            ids = [len(token_ids) for token_ids in self._token_ids]
+            self._world.note(self.ask.name, f"has lost its router, and goes on after {ids} ids")
+            self._ask_again(log)
 
     def _new_log(self) -> RequestLog:
         ask = self.ask
-        return RequestLog(
+        log = RequestLog(
             request_id=ask.name,
             tenant="",
             prompt_token_ids=ask.prompt,
@@ -127,9 +160,66 @@ class Client:
             priority=ask.priority,
             cache_salt="",
             body_digest=ask.name.encode(),
-            deadline=ask.deadline,
-            received_at=self._world.now,
+            deadline=None if ask.deadline is None else ask.deadline + self._router.process.clock_ahead,
+            received_at=self._router.process.now,
         )
+        log.accepted = self._accepted
+        return log
+
+    # --- reading ------------------------------------------------------------------------------------
+
+    def _read(self, log: RequestLog) -> None:
+        """The log has something new."""
+        if log is not self._log or self._given_up is not None:
+            return  # of a call that is over
+        assert not self.is_done, f"{self.ask.name} gets more after its end"
+        if not self._accepted:
+            if any(_was_refused(choice) for choice in log.choices):
+                self._router.release(log, End(FinishReason.ABORT))
+                self._ask_again(log)
+                return
+            if not log.taken_in:
+                return
+            log.accepted = self._accepted = True
+        for choice in log.choices:
+            self._take(choice)
+        if log.ended:
+            self._router.release(log, End(FinishReason.ABORT))
+            self.is_done = True
+
+    def _take(self, choice: ChoiceLog) -> None:
+        index = choice.index
+        name = f"{self.ask.name}/{index}"
+        if self._ends[index] is not None:
+            return
+        piece = choice.take_delta()
+        if piece is not None:
+            token_ids = self._token_ids[index]
+            assert piece.offset == len(token_ids), f"{name} has {len(token_ids)} ids, {piece.offset} come"
+            token_ids += piece.token_ids
+            self._texts[index] += piece.text
+            assert [entry.token_id for entry in piece.logprobs] == (
+                list(piece.token_ids) if choice.sampling.logprobs is not None else []
+            ), f"{name} has log-probabilities of other tokens"
+        if choice.end is not None:
+            self._ends[index] = choice.end
+            self._check_end(name, index, choice.end)
+
+    def _check_end(self, name: str, index: int, end: End) -> None:
+        """Law: each choice ends once, with all of the undisturbed run, or a part if its time was over."""
+        token_ids, text, right = self._token_ids[index], self._texts[index], self._right
+        self._world.note(name, f"ends: {end.reason.name} after {len(token_ids)} ids")
+        if end.reason in {FinishReason.STOP, FinishReason.LENGTH}:
+            assert end == right.end, f"{name} ended by {end}, right is {right.end}"
+            assert token_ids == right.token_ids, f"{name} got {token_ids}, right is {right.token_ids}"
+            assert text == right.text, f"{name} reads {text!r}, right is {right.text!r}"
+        else:  # what remains travels in whole milliseconds, rounded down, and clocks jump forward
+            early = 0.001 + self._world.seconds_jumped
+            deadline = self.ask.deadline
+            assert end.reason is FinishReason.DEADLINE, f"{name} ended by {end}"
+            assert deadline is not None, f"{name} has no deadline and ended by {end}"
+            assert self._world.now >= deadline - early, f"{name} ended by {end} too early"
+            self._check_part(index)
 
     def _give_up(self, reason: FinishReason) -> None:
         if self.is_done or self._given_up is not None:
@@ -138,53 +228,16 @@ class Client:
         self._world.note(self.ask.name, f"gives up: {reason.name}")
         if self._log is not None:
             self._router.release(self._log, End(reason))
-            self._done()
+            self.is_done = True
+            for index in range(self.ask.n):
+                self._check_part(index)
 
-    def _read(self) -> None:
-        """The log has something new."""
-        assert self._log is not None
-        assert not self.is_done, f"{self.ask.name} gets more after its end"
-        for choice in self._log.choices:
-            self._take(choice)
-        if self._log.ended:
-            self._router.release(self._log, End(FinishReason.ABORT))
-            self._done()
+    def _check_part(self, index: int) -> None:
+        """Law: what a choice has got is a beginning of the undisturbed run."""
+        token_ids, text, right = self._token_ids[index], self._texts[index], self._right
+        assert token_ids == right.token_ids[: len(token_ids)], f"{self.ask.name}/{index} got {token_ids}"
+        assert right.text.startswith(text), f"{self.ask.name}/{index} reads {text!r}, not {right.text!r}"
 
-    def _take(self, choice: ChoiceLog) -> None:
-        piece = choice.take_delta()
-        if piece is None:
-            return
-        token_ids = self._token_ids[choice.index]
-        assert piece.offset == len(token_ids), (
-            f"{self.ask.name} has {len(token_ids)} ids, {piece.offset} come"
-        )
-        token_ids += piece.token_ids
-        self._texts[choice.index] += piece.text
-        assert [entry.token_id for entry in piece.logprobs] == (
-            list(piece.token_ids) if choice.sampling.logprobs is not None else []
-        ), f"{self.ask.name} has log-probabilities of other tokens"
 
-    def _done(self) -> None:
-        """Law: each choice ends once, with all of the undisturbed run, or with a part if it was given up."""
-        assert self._log is not None
-        self.is_done = True
-        for choice in self._log.choices:
-            self._take(choice)
-            assert choice.end is not None
-            name = f"{self.ask.name}/{choice.index}"
-            token_ids, text = self._token_ids[choice.index], self._texts[choice.index]
-            self._world.note(name, f"ends: {choice.end.reason.name} after {len(token_ids)} ids")
-            right = self._right
-            if choice.end.reason in {FinishReason.STOP, FinishReason.LENGTH}:
-                assert choice.end == right.end, f"{name} ended by {choice.end}, right is {right.end}"
-                assert token_ids == right.token_ids, f"{name} got {token_ids}, right is {right.token_ids}"
-                assert text == right.text, f"{name} reads {text!r}, right is {right.text!r}"
-            else:
-                assert self._may_end_by(choice.end.reason), f"{name} ended by {choice.end}"
-                assert token_ids == right.token_ids[: len(token_ids)], f"{name} got {token_ids}"
-                assert right.text.startswith(text), f"{name} reads {text!r}, right is {right.text!r}"
-
-    def _may_end_by(self, reason: FinishReason) -> bool:
-        if reason is FinishReason.DEADLINE:  # what remains travels in whole milliseconds, rounded down
-            return self.ask.deadline is not None and self._world.now >= self.ask.deadline - 0.001
-        return reason is self._given_up
+def _was_refused(choice: ChoiceLog) -> bool:
+    return choice.end is not None and choice.end.reason is FinishReason.ERROR

@@ -11,8 +11,8 @@ from executor.sequences import BatchPlan, SequenceTable
 from executor.session import Answer, Held, NotOpen, Run, Session, Superseded
 from protos.v1 import executor_pb2
 from tests.rig.scripted_executor import Script, ScriptedRunner
-from tests.simulation.links import UNAVAILABLE, End, Link, RefusedError
-from tests.simulation.world import World
+from tests.simulation.links import End, RefusedError
+from tests.simulation.process import Process
 
 _STATUS = {Held: "PERMISSION_DENIED", NotOpen: "FAILED_PRECONDITION", Superseded: "ABORTED"}
 
@@ -20,16 +20,16 @@ _STATUS = {Held: "PERMISSION_DENIED", NotOpen: "FAILED_PRECONDITION", Superseded
 class ExecutorNode:
     """One executor process, which may crash and start again."""
 
-    def __init__(self, world: World, name: str, script: Script) -> None:
-        self.name = name
-        self.links: list[Link] = []
-        """Ways to it; they break when it crashes."""
-        self.is_up = False
+    def __init__(self, process: Process, script: Script) -> None:
+        self.process = process
+        self.name = process.name
         self.work: EpochWork | None = None
-        self._world = world
+        self.num_steps = 0
+        self._world = process.world
         self._script = script
-        self._rng = world.rng(name)
+        self._rng = self._world.rng(self.name)
         self._seen: dict[tuple[int, int], bytes] = {}
+        self._ran: set[tuple[int, int]] = set()
         self.start()
 
     @property
@@ -41,9 +41,10 @@ class ExecutorNode:
 
     def start(self) -> None:
         """A new process, empty."""
-        assert not self.is_up
-        self._world.note(self.name, "starts")
-        self.is_up = True
+        self.process.start()
+        self._terms: dict[int, int] = {}  # by epoch
+        self._holders: dict[int, str] = {}  # by term
+        self._seq_ids: set[tuple[int, int]] = set()  # epoch, seq_id
         self._runner = ScriptedRunner(self._script)
         self._session: Session[executor_pb2.StepResult] = Session(self._script.window)
         self._ends: dict[int, End] = {}
@@ -51,11 +52,8 @@ class ExecutorNode:
 
     def crash(self) -> None:
         """As by kill -9."""
-        self._world.note(self.name, "crashes")
-        self.is_up = False
         self._retire()
-        for link in self.links:
-            link.cut()
+        self.process.crash()
 
     def _retire(self) -> None:
         if self.work is not None:
@@ -66,14 +64,14 @@ class ExecutorNode:
 
     def open(self, request: executor_pb2.OpenRequest) -> executor_pb2.OpenResponse:
         """The call Open."""
-        if not self.is_up:
-            raise RefusedError(UNAVAILABLE)
         past_epoch, epoch = self._session.epoch, self._rng.getrandbits(63) + 1
         try:
             term = self._session.open(request.scheduler_id, request.term, epoch)
         except Held:
             raise RefusedError(_STATUS[Held]) from None
         self._world.note(self.name, f"opened by {request.scheduler_id}, term {term}")
+        self._check_term(request.scheduler_id, term)
+        self._terms[epoch] = term
         self._retire()
         if past_epoch is not None:
             status = _STATUS[type(self._session.refusal(past_epoch))]
@@ -104,12 +102,7 @@ class ExecutorNode:
 
     def accept(self, end: End) -> None:
         """A new stream Execute."""
-        if not self.is_up:
-            raise RefusedError(UNAVAILABLE)
-        try:
-            stream = self._session.attach()
-        except NotOpen:
-            raise RefusedError(_STATUS[NotOpen]) from None
+        stream = self._session.attach()
         session = self._session
 
         def on_end(_: str) -> None:
@@ -140,6 +133,7 @@ class ExecutorNode:
                 end.send(result)
             case Run():
                 assert self.work is not None
+                self._check_new(plan)
                 self._device.append((self.work, plan))
                 if len(self._device) == 1:
                     self._begin_step()
@@ -149,6 +143,24 @@ class ExecutorNode:
         data = message.SerializeToString(deterministic=True)
         first = self._seen.setdefault((message.epoch, message.step_id), data)
         assert first == data, f"step {message.step_id} came again and differs"
+
+    def _check_term(self, scheduler_id: str, term: int) -> None:
+        """Law: terms only rise, and none has two holders."""
+        assert term >= max(self._terms.values(), default=0), f"{self.name} went back to term {term}"
+        holder = self._holders.setdefault(term, scheduler_id)
+        assert holder == scheduler_id, f"{holder} and {scheduler_id} both hold {self.name} at term {term}"
+
+    def _check_new(self, plan: BatchPlan) -> None:
+        """Laws: no step runs twice, none of an older term, and no seq_id is used twice in an epoch."""
+        step = (plan.epoch, plan.step_id)
+        assert step not in self._ran, f"step {plan.step_id} runs a second time"
+        self._ran.add(step)
+        term = self._terms.get(plan.epoch)
+        assert term == max(self._terms.values()), f"a plan of term {term} runs, the newest is {self._terms}"
+        for new in plan.admitted:
+            named = (plan.epoch, new.seq_id)
+            assert named not in self._seq_ids, f"seq_id {new.seq_id} is used a second time"
+            self._seq_ids.add(named)
 
     # --- the device ---------------------------------------------------------------------------------
 
@@ -161,7 +173,7 @@ class ExecutorNode:
             if device is self._device:  # else the process that began it is gone
                 self._end_step(seconds)
 
-        self._world.after(seconds, end_step)
+        self.process.after(seconds, end_step)
 
     def _end_step(self, seconds: float) -> None:
         work, plan = self._device.popleft()
@@ -169,6 +181,7 @@ class ExecutorNode:
             for new in plan.admitted:
                 self._runner.admit(new)
             result, _ = work.execute(plan)
+            self.num_steps += 1
             self._world.note(
                 self.name,
                 f"step {plan.step_id}: rows {_columns(plan.seq_ids, plan.num_tokens)}, ended "

@@ -2,12 +2,17 @@
 
 every accepted request ends exactly once, with the ids and the text of the undisturbed run   clients
 a plan sent again is the same bytes; plans fit what the executor knows                       executor_node
+no step runs twice, none of an older term; no seq_id is used twice in an epoch               executor_node
+no term is led at twice; nobody is preempted with a result outstanding                       scheduler_node
+what is given up is released within window + 1 plans and computed no more                    scheduler_node
 blocks, queue and batch agree after each event                                               scheduler.audit
-at the end nobody holds anything: no block, no sequence, no ghost, no record                 here
+a moment after the last fault nobody holds anything: no block, sequence, ghost, record       here
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from scheduler.policy import Admission, Limits
 from scheduler.waiting import Policy
@@ -16,12 +21,15 @@ from tests.simulation import faults
 from tests.simulation.clients import Ask, Client
 from tests.simulation.executor_node import ExecutorNode
 from tests.simulation.links import Delay, Link
+from tests.simulation.process import Process
 from tests.simulation.router_node import RouterNode
-from tests.simulation.scheduler_node import SchedulerNode
+from tests.simulation.scheduler_node import SchedulerNode, SharedLease
 from tests.simulation.world import World
 
 FAULTS_UNTIL_SECONDS = 1.5
-LIMIT_SECONDS = 60.0
+N = TypeVar("N", ExecutorNode, SchedulerNode)
+LEASE_SECONDS = 0.4
+RECOVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +37,27 @@ class Shape:
     """How big everything is, and how unsafe."""
 
     num_routers: int
+    num_schedulers: int
     num_executors: int
-    window: int
-    watermark: float
-    policy: Policy
-    admission: Admission
+    limits: Limits
     delay: Delay
+    doubled: float
+    lost: float
     script: Script
     asks: tuple[Ask, ...]
     cuts_every_seconds: float | None
     executor_crashes_every_seconds: float | None
     scheduler_crashes_every_seconds: float | None
+    router_crashes_every_seconds: float | None
+    pauses_every_seconds: float | None
+
+    @property
+    def limit_seconds(self) -> float:
+        """By when everything must be over: three times the work, one after the other, and time to recover."""
+        num_tokens = sum(ask.n * (len(ask.prompt) + ask.max_tokens) for ask in self.asks)
+        num_steps = num_tokens / min(self.script.max_num_batched_tokens, self.script.max_num_seqs)
+        step_seconds = 0.01 + 2 * self.delay.most
+        return FAULTS_UNTIL_SECONDS + RECOVERY_SECONDS + 3 * num_steps * step_seconds
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Shape":
@@ -57,23 +75,33 @@ class Shape:
         spread_seconds = rng.choice([0.05, 0.4])
         asks = tuple(
             _draw_ask(rng, f"r{number}", rng.uniform(0.0, spread_seconds))
-            for number in range(rng.randint(4, 12))
+            for number in range(rng.randint(3, 9))
         )
         scripts = tuple(script for ask in asks if (script := ask.script(bare)) is not None)
         fastest = rng.choice([0.00005, 0.001, 0.01])
         return cls(
             num_routers=rng.choice([1, 1, 2]),
+            num_schedulers=rng.choice([1, 2]),
             num_executors=rng.choice([1, 1, 2]),
-            window=rng.choice([1, 2]),
-            watermark=rng.choice([0.0, 0.01, 0.2]),
-            policy=rng.choice(list(Policy)),
-            admission=rng.choice([*Admission, Admission.OPTIMISTIC]),  # that one preempts
+            limits=Limits(
+                window=rng.choice([1, 2]),
+                watermark=rng.choice([0.0, 0.01, 0.2]),
+                policy=rng.choice(list(Policy)),
+                admission=rng.choice([*Admission, Admission.OPTIMISTIC]),  # that one preempts
+                max_queued=rng.choice([None, None, 1]),
+                orphan_grace_seconds=rng.choice([0.05, 2.0]),
+                result_keep_seconds=5.0,
+            ),
             delay=Delay(fastest, fastest * rng.choice([1, 3, 10])),
+            doubled=rng.choice([0.0, 0.0, 0.1]),
+            lost=rng.choice([0.0, 0.0, 0.2]),
             script=replace(bare, requests=scripts),
             asks=asks,
             cuts_every_seconds=rng.choice([None, 0.1, 0.4]),
             executor_crashes_every_seconds=rng.choice([None, None, 0.5]),
             scheduler_crashes_every_seconds=rng.choice([None, None, 0.5]),
+            router_crashes_every_seconds=rng.choice([None, None, 0.5]),
+            pauses_every_seconds=rng.choice([None, None, 0.6]),
         )
 
 
@@ -103,69 +131,77 @@ class Scenario:
         self.world = world = World(seed)
         self.shape = shape = Shape.draw(world.rng("shape"))
         world.note("scenario", str(replace(shape, asks=(), script=replace(shape.script, requests=()))))
-        self.executors = [
-            ExecutorNode(world, f"executor{number}", shape.script) for number in range(shape.num_executors)
+        executors = [Process(world, f"executor{number}") for number in range(shape.num_executors)]
+        schedulers = [Process(world, f"scheduler{number}") for number in range(shape.num_schedulers)]
+        routers = [Process(world, f"router{number}") for number in range(shape.num_routers)]
+        self.executors = [ExecutorNode(process, shape.script) for process in executors]
+        self.lease = SharedLease(LEASE_SECONDS) if shape.num_schedulers > 1 else None
+        self.schedulers = [
+            SchedulerNode(process, shape.limits, self._ways(process, self.executors), self.lease)
+            for process in schedulers
         ]
-        executor_links = [self._link(f"scheduler to {node.name}") for node in self.executors]
-        for node, link in zip(self.executors, executor_links, strict=True):
-            node.links.append(link)
-        self.scheduler = SchedulerNode(
-            world,
-            "scheduler",
-            Limits(
-                window=shape.window,
-                watermark=shape.watermark,
-                policy=shape.policy,
-                admission=shape.admission,
-                orphan_grace_seconds=2.0,
-                result_keep_seconds=5.0,
-            ),
-            list(zip(self.executors, executor_links, strict=True)),
-        )
-        router_links = [self._link(f"router{number} to scheduler") for number in range(shape.num_routers)]
-        self.scheduler.links += router_links
         self.routers = [
-            RouterNode(world, f"router{number}", self.scheduler, link, shape.script.vocab_size)
-            for number, link in enumerate(router_links)
+            RouterNode(process, self._ways(process, self.schedulers), shape.script.vocab_size)
+            for process in routers
         ]
         self.clients = [
-            Client(world, ask, self.routers[number % shape.num_routers], shape.script)
+            Client(world, ask, self.routers[number % shape.num_routers :] + self.routers, shape.script)
             for number, ask in enumerate(shape.asks)
         ]
-        world.laws.append(self.scheduler.check_laws)
+        world.laws += [node.check_laws for node in self.schedulers]
         world.after(FAULTS_UNTIL_SECONDS, lambda: world.note("scenario", "no more faults"))
+        links = list(dict.fromkeys(link for process in [*schedulers, *routers] for link in process.links))
         if shape.cuts_every_seconds is not None:
-            faults.cut_links(
-                world,
-                [*router_links, *executor_links],
-                mean_seconds=shape.cuts_every_seconds,
-                until=FAULTS_UNTIL_SECONDS,
+            faults.cut_links(world, links, mean_seconds=shape.cuts_every_seconds, until=FAULTS_UNTIL_SECONDS)
+            faults.leave_streams(
+                world, self.routers, mean_seconds=2 * shape.cuts_every_seconds, until=FAULTS_UNTIL_SECONDS
             )
         for nodes, every_seconds in (
             (self.executors, shape.executor_crashes_every_seconds),
-            ([self.scheduler], shape.scheduler_crashes_every_seconds),
+            (self.schedulers, shape.scheduler_crashes_every_seconds),
+            (self.routers, shape.router_crashes_every_seconds),
         ):
             if every_seconds is not None:
                 faults.crash_nodes(world, nodes, mean_seconds=every_seconds, until=FAULTS_UNTIL_SECONDS)
+        if shape.pauses_every_seconds is not None:
+            faults.freeze_processes(
+                world,
+                [*executors, *schedulers, *routers],
+                mean_seconds=shape.pauses_every_seconds,
+                most_seconds=2 * LEASE_SECONDS,
+                until=FAULTS_UNTIL_SECONDS,
+            )
 
-    def _link(self, name: str) -> Link:
-        return Link(self.world, name, self.shape.delay)
+    def _ways(self, client: Process, servers: Sequence[N]) -> list[tuple[N, Link]]:
+        """Each of these nodes, with a link from `client` to it."""
+        delay, doubled, lost = self.shape.delay, self.shape.doubled, self.shape.lost
+        return [(node, Link(client, node.process, delay, doubled=doubled, lost=lost)) for node in servers]
+
+    @property
+    def leader(self) -> SchedulerNode | None:
+        """The one scheduler that leads; None when none or several do."""
+        leaders = [node for node in self.schedulers if node.is_leading]
+        return leaders[0] if len(leaders) == 1 else None
 
     def run(self) -> None:
         """From start to quiet. Raises SimulationError."""
-        self.world.run(lambda: all(client.is_done for client in self.clients), LIMIT_SECONDS)
-        self.world.run(self._is_quiet, LIMIT_SECONDS)
+        self.world.run(lambda: all(client.is_done for client in self.clients), self.shape.limit_seconds)
+        self.world.run(self._is_quiet, self.shape.limit_seconds)
 
     def _is_quiet(self) -> bool:
-        """Whether nobody holds anything any more."""
-        core = self.scheduler.core
+        """Whether one scheduler leads and nobody holds anything any more."""
+        leader = self.leader
+        if self.world.now < FAULTS_UNTIL_SECONDS or leader is None:
+            return False
+        states = leader.core.executors.values()
         return (
-            self.world.now >= FAULTS_UNTIL_SECONDS
-            and core.is_idle
-            and not core.sequences
-            and len(core.executors) == len(self.executors)
-            and all(state.blocks.num_free == state.blocks.num_blocks for state in core.executors.values())
-            and all(state.session.num_unanswered == 0 for state in core.executors.values())
+            all(
+                node.process.is_up and node.core.is_idle and not node.core.sequences
+                for node in self.schedulers
+            )
+            and len(states) == len(self.executors)
+            and all(state.blocks.num_free == state.blocks.num_blocks for state in states)
+            and all(state.session.num_unanswered == 0 for state in states)
             and all(node.num_held == 0 for node in self.executors)
-            and all(router.session.num_live == 0 for router in self.routers)
+            and all(router.num_live == 0 for router in self.routers)
         )

@@ -1,4 +1,4 @@
-"""The scheduler in the simulation: the duties of its loop and servicer around the real core and sessions.
+"""The scheduler in the simulation: the duties of its loop, servicer and leadership around the real cores.
 
 A result or a router's message that does not fit is a broken law here, so it raises.
 """
@@ -8,75 +8,218 @@ from collections.abc import Iterable, Sequence
 
 from protos.v1 import executor_pb2, scheduler_pb2
 from scheduler import audit, wire
-from scheduler import core as scheduler_core
+from scheduler.core import SchedulerCore
+from scheduler.door import RefusedError
+from scheduler.executor_state import ExecutorState
+from scheduler.lease import Lease, Record, Role
 from scheduler.parts import PartAssembler
-from scheduler.plan import Capacity
+from scheduler.plan import BatchPlan, Capacity
 from scheduler.policy import Limits
-from scheduler.router_session import RouterSession, touch
-from scheduler.sequence import Finish, FinishReason
+from scheduler.router_session import RouterSession, session_of, touch
+from scheduler.rows import Rows
+from scheduler.sequence import Finish, FinishReason, StatusCode
 from scheduler.sequence import Sequence as Seq
 from tests.simulation.executor_node import ExecutorNode
-from tests.simulation.links import UNAVAILABLE, End, Link, RefusedError
-from tests.simulation.world import World
+from tests.simulation.links import UNAVAILABLE, End, Link
+from tests.simulation.process import Process
 
 RETRY_SECONDS = 0.05
 REATTACH_SECONDS = 1.0
+ACTS_A_CHECK = 5
+HELD, NOT_OPEN = "PERMISSION_DENIED", "FAILED_PRECONDITION"
+IN_USE_ELSEWHERE = Finish(FinishReason.ERROR, status_code=StatusCode.ALREADY_EXISTS)
+
+
+class SharedLease:
+    """The lease file as schedulers share it: one record, locked by a life of a process."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.record: Record | None = None
+        self.leaders: dict[int, str] = {}  # by term
+        self._owner: tuple[Process, int] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self._owner is None or not self._owner[0].is_up or self._owner[0].life != self._owner[1]
+
+    def is_mine(self, process: Process) -> bool:
+        return self._owner == (process, process.life)
+
+    def claim(self, process: Process, record: Record) -> None:
+        """Law: no term is led at twice."""
+        assert record.term not in self.leaders, f"{process.name} leads at term {record.term} like another"
+        self.leaders[record.term] = process.name
+        self.record, self._owner = record, (process, process.life)
+
+    def let_go(self, process: Process) -> None:
+        if self.is_mine(process):
+            self._owner = None
+
+
+class WatchedCore(SchedulerCore):
+    """The core, with the laws that only show between its calls."""
+
+    def watch(self) -> None:
+        self._given_up: dict[tuple[str, int, int], int] = {}  # executor, epoch, seq_id: newest plan then
+
+    def _preempt(self, state: ExecutorState, seq: Seq, why: str) -> None:
+        assert not state.session.unanswered, f"{seq.request.request_id} is preempted with a result out"
+        super()._preempt(state, seq, why)
+
+    def cancel(self, key: bytes, reason: FinishReason, now: float) -> Seq | None:
+        seq = self.sequences.get(key)
+        state = self.executors.get(seq.executor_id) if seq is not None and seq.seq_id else None
+        if seq is not None and state is not None and state.running.get(seq.seq_id) is seq:
+            session = state.session
+            self._given_up[state.executor_id, session.epoch, seq.seq_id] = session.last_step_id
+        return super().cancel(key, reason, now)
+
+    def _plan(self, state: ExecutorState, rows: Rows) -> BatchPlan | None:
+        plan = super()._plan(state, rows)
+        if plan is not None:
+            self._check_given_up(state, plan)
+        return plan
+
+    def _check_given_up(self, state: ExecutorState, plan: BatchPlan) -> None:
+        """Law: whatever is given up is released within window + 1 plans, and computed no more."""
+        for (executor_id, epoch, seq_id), last_step_id in list(self._given_up.items()):
+            if executor_id != state.executor_id:
+                continue
+            if epoch != plan.epoch or seq_id in plan.released_seq_ids:
+                del self._given_up[executor_id, epoch, seq_id]
+            if epoch == plan.epoch:
+                assert seq_id not in plan.seq_ids, f"sequence {seq_id} was given up and has a row"
+            if (executor_id, epoch, seq_id) in self._given_up:
+                assert plan.step_id <= last_step_id + state.session.window + 1, (
+                    f"sequence {seq_id} was given up after plan {last_step_id} and is not released yet"
+                )
 
 
 class SchedulerNode:
     """One scheduler process, which may crash and start again under its name."""
 
     def __init__(
-        self, world: World, name: str, limits: Limits, executors: Sequence[tuple[ExecutorNode, Link]]
+        self,
+        process: Process,
+        limits: Limits,
+        executors: Sequence[tuple[ExecutorNode, Link]],
+        lease: SharedLease | None,
     ) -> None:
-        """`executors` are its own, with the way to each."""
-        self.name = name
-        self.world = world
-        self.links = [link for _, link in executors]
-        """Ways to it and from it; they break when it crashes."""
-        self.is_up = False
+        """`executors`: with the way to each. With a lease it leads or stands by."""
+        self.process = process
+        self.name = process.name
+        self.world = process.world
         self._limits = limits
         self._executors = executors
+        self._shared = lease
+        self._num_acts_checked = 0
+        process.on_clock_jump = self._clock_jumped
         self.start()
 
     @property
+    def now(self) -> float:
+        return self.process.now
+
+    @property
+    def is_leading(self) -> bool:
+        return self.process.is_up and (self._lease is None or self._lease.role is Role.LEADING)
+
+    @property
     def is_serving(self) -> bool:
-        return bool(self.core.executors)
+        return self.is_leading and bool(self.core.executors)
 
     # --- the process --------------------------------------------------------------------------------
 
     def start(self) -> None:
         """A new process, which remembers nothing."""
-        assert not self.is_up
-        self.world.note(self.name, "starts")
-        self.is_up = True
-        self.core = scheduler_core.SchedulerCore(self._limits, padding_sampling=wire.padding_sampling())
+        self.process.start()
+        self.core = WatchedCore(self._limits, padding_sampling=wire.padding_sampling())
+        self.core.watch()
         self.capacity: Capacity | None = None
+        self.term = 0
+        self.num_step_downs = 0
         self._routers: dict[RouterSession, _RouterStream] = {}
         self._timer_at: float | None = None
-        self._peers = [_ExecutorPeer(self, node, link) for node, link in self._executors]
-        for peer in self._peers:
-            peer.open()
+        self._peers: list[_ExecutorPeer] = []
+        self._lease = None if self._shared is None else Lease(self.name, self._shared.seconds)
+        if self._lease is None:
+            self._lead()
+        else:
+            self._look()
 
     def crash(self) -> None:
         """As by kill -9."""
-        self.world.note(self.name, "crashes")
-        self.is_up = False
-        for peer in self._peers:
-            peer.is_over = True
-        self._peers = []
-        for link in self.links:
-            link.cut()
+        self.process.crash()
 
     def accept(self, end: End) -> None:
         """A router connects."""
-        if not self.is_up:
-            raise RefusedError(UNAVAILABLE)
         _RouterStream(self, end)
 
     def check_laws(self) -> None:
-        """What must hold after every event."""
-        audit.check(self.core)
+        """What must hold after whatever it did: looked at now and then, for what is broken stays so."""
+        if self.process.is_up and self.process.num_acts >= self._num_acts_checked + ACTS_A_CHECK:
+            self._num_acts_checked = self.process.num_acts
+            audit.check(self.core)
+
+    # --- leading and standing by ----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        lease, shared = self._lease, self._shared
+        assert lease is not None
+        assert shared is not None
+        claim = lease.look(shared.record, self.now, is_free=shared.is_free)
+        if claim is None:
+            self.process.after(lease.look_seconds, self._look)
+            return
+        shared.claim(self.process, claim.record)
+        lease.claimed(claim)
+        self.world.note(self.name, f"leads at term {lease.term}")
+        self._lead()
+        self.process.after(lease.beat_seconds, self._beat)
+
+    def _beat(self) -> None:
+        lease, shared = self._lease, self._shared
+        assert lease is not None
+        assert shared is not None
+        if lease.role is not Role.LEADING:
+            return
+        record = lease.beat(self.now, is_mine=shared.is_mine(self.process))
+        if record is None:
+            self._step_down("another one has the lease")
+        else:
+            shared.record = record
+            self.process.after(lease.beat_seconds, self._beat)
+
+    def fenced(self) -> None:
+        """An executor says that another scheduler holds it."""
+        assert self._lease is not None, "a scheduler without a rival is told that there is one"
+        if self._lease.role is Role.LEADING:
+            # The term that the executor's refusal carries; here nobody but those of the lease gives terms.
+            self._lease.fenced(self._lease.term, self.now)
+            self._step_down("an executor is another's")
+
+    def _lead(self) -> None:
+        self._peers = [
+            _ExecutorPeer(self, node, link, 0 if self._lease is None else self._lease.term)
+            for node, link in self._executors
+        ]
+        for peer in self._peers:
+            peer.open()
+
+    def _step_down(self, why: str) -> None:
+        assert self._lease is not None
+        assert self._shared is not None
+        self.world.note(self.name, f"steps down: {why}")
+        for peer in self._peers:
+            peer.leave()
+        self._peers = []
+        self._shared.let_go(self.process)
+        self.num_step_downs += 1
+        for key in list(self.core.sequences):
+            self.core.cancel(key, FinishReason.ABORT, self.now)
+        self.serving_changed()
+        self.process.after(self._lease.look_seconds, self._look)
 
     # --- what the shell does between the calls of the core ------------------------------------------------
 
@@ -84,12 +227,11 @@ class SchedulerNode:
         self._routers[session] = stream
 
     def leave(self, session: RouterSession) -> None:
-        if session not in self._routers:
-            return  # of a process that is gone
-        del self._routers[session]
-        for seq in session.close():
-            self.core.orphan(seq, self.world.now)
-        self.changed()
+        if session in self._routers:
+            del self._routers[session]
+            for seq in session.close():
+                self.core.orphan(seq, self.now)
+            self.changed()
 
     def deliver(self, sequences: Iterable[Seq]) -> None:
         """These have news for their routers."""
@@ -107,22 +249,20 @@ class SchedulerNode:
         for stream in list(self._routers.values()):
             stream.flush()
 
+    def _clock_jumped(self) -> None:
+        self._timer_at = None
+        self._arm_timer()
+
     def _arm_timer(self) -> None:
         due = self.core.next_timer
         if due is None or (self._timer_at is not None and self._timer_at <= due):
             return
         self._timer_at = due
-        core = self.core
-
-        def ring() -> None:
-            if core is self.core and self.is_up:
-                self._on_timer()
-
-        self.world.after(max(0.0, due - self.world.now), ring)
+        self.process.after(max(0.0, due - self.now), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer_at = None
-        ended = self.core.expire(self.world.now)
+        ended = self.core.expire(self.now)
         if ended:
             names = [seq.request.request_id for seq in ended]
             self.world.note(self.name, f"time is over for {names}")
@@ -139,6 +279,7 @@ class _RouterStream:
         self._session: RouterSession | None = None
         self._parts: PartAssembler[scheduler_pb2.Submit] = PartAssembler()
         self._is_welcomed = False
+        self._num_step_downs = 0
         self._told: bool | None = None
         end.on_message = self._receive
         end.on_end = self._ended
@@ -148,30 +289,38 @@ class _RouterStream:
             self._scheduler.leave(self._session)
 
     def _receive(self, message: scheduler_pb2.RouterMessage) -> None:
-        core, now = self._scheduler.core, self._scheduler.world.now
+        scheduler = self._scheduler
         match message.WhichOneof("message"):
             case "hello":
                 self._session = RouterSession(message.hello.router_id)
-                self._scheduler.join(self._session, self)
+                scheduler.join(self._session, self)
             case "submit":
                 self._submit(message.submit)
             case "cancel":
-                assert self._session is not None
-                for handle in self._parts.give_up(message.cancel.key):
-                    self._session.refuse(handle, Finish(FinishReason.ABORT))
-                seq = core.cancel(message.cancel.key, wire.cancel_reason(message.cancel.reason), now)
-                if seq is not None:
-                    self._scheduler.deliver([seq])
-                    self._scheduler.changed()
+                self._cancel(message.cancel)
             case "ack":
                 assert self._session is not None
                 for seq in self._session.acked(message.ack.message_id):
-                    core.forget(seq)
+                    scheduler.core.forget(seq)
         self.flush()
 
+    def _cancel(self, message: scheduler_pb2.Cancel) -> None:
+        session, scheduler = self._session, self._scheduler
+        assert session is not None
+        for handle in self._parts.give_up(message.key):
+            session.refuse(handle, Finish(FinishReason.ABORT))
+        live = scheduler.core.sequences.get(message.key)
+        reader = None if live is None else session_of(live)
+        if reader is not None and reader.router_id != session.router_id:
+            return  # another router goes on with it
+        seq = scheduler.core.cancel(message.key, wire.cancel_reason(message.reason), scheduler.now)
+        if seq is not None:
+            scheduler.deliver([seq])
+            scheduler.changed()
+
     def _submit(self, message: scheduler_pb2.Submit) -> None:
-        assert self._session is not None
-        world = self._scheduler.world
+        session, scheduler = self._session, self._scheduler
+        assert session is not None
         token_ids = array("I", message.prompt_token_ids)
         if message.HasField("part"):
             part = message.part
@@ -179,71 +328,94 @@ class _RouterStream:
             if whole is None:
                 return
             message, token_ids = whole
-        request = wire.request_of(message, token_ids, world.now)
+        request = wire.request_of(message, token_ids, scheduler.now)
         received = array("I", message.output_token_ids)
-        try:
-            seq = self._scheduler.core.submit(request, received, now=world.now)
-        except scheduler_core.RefusedError as error:
-            finish = Finish(FinishReason.ERROR, message=error.message, status_code=error.status_code)
-            self._session.refuse(message.handle, finish)
+        live = scheduler.core.sequences.get(request.key)
+        reader = None if live is None else session_of(live)
+        if reader is not None and reader.router_id != session.router_id and not request.accepted_before:
+            session.refuse(message.handle, IN_USE_ELSEWHERE)
             return
-        world.note(
-            self._scheduler.name,
-            f"{request.request_id}/{request.sample_index} comes with {len(received)} ids",
-        )
-        self._session.attach(message.handle, seq, len(received))
-        self._scheduler.changed()
+        try:
+            seq = scheduler.core.submit(request, received, now=scheduler.now)
+        except RefusedError as error:
+            finish = Finish(FinishReason.ERROR, message=error.message, status_code=error.status_code)
+            session.refuse(message.handle, finish)
+            return
+        if live is not None and live is not seq:
+            scheduler.deliver([live])
+        name = f"{request.request_id}/{request.sample_index}"
+        scheduler.world.note(scheduler.name, f"{name} comes with {len(received)} ids")
+        session.attach(message.handle, seq, len(received))
+        scheduler.changed()
 
     def flush(self) -> None:
         """Sends what is owed."""
         session, scheduler = self._session, self._scheduler
         if session is None or not self._end.is_open:
             return
+        if self._is_welcomed and self._num_step_downs != scheduler.num_step_downs:
+            self._end.close(UNAVAILABLE)
+            scheduler.leave(session)
+            return
         if not self._is_welcomed and scheduler.is_serving and scheduler.capacity is not None:
             self._is_welcomed = True
+            self._num_step_downs = scheduler.num_step_downs
             core, capacity = scheduler.core, scheduler.capacity
             self._end.send(
-                wire.welcome_message(scheduler.name, 1, core.max_total_tokens, capacity, core.features)
+                wire.welcome_message(
+                    scheduler.name, scheduler.term, core.max_total_tokens, capacity, core.features
+                )
             )
         if self._told != scheduler.is_serving:
             self._told = scheduler.is_serving
             self._end.send(wire.serving_message(scheduler.is_serving, "" if self._told else "no executor"))
-        while (output := session.take(scheduler.world.now)) is not None:
+        while (output := session.take(scheduler.now)) is not None:
             self._end.send(wire.output_message(output, 0))
 
 
 class _ExecutorPeer:
     """One executor as the scheduler drives it: open, send plans, apply results, come back after a break."""
 
-    def __init__(self, scheduler: SchedulerNode, node: ExecutorNode, link: Link) -> None:
+    def __init__(self, scheduler: SchedulerNode, node: ExecutorNode, link: Link, term: int) -> None:
         self._scheduler = scheduler
         self._node = node
         self._link = link
-        self.is_over = False
-        """The scheduler's process that held it is gone."""
+        self._term = term
+        self._is_over = False  # the scheduler leads no longer
         self._end: End | None = None
         self._broken_since: float | None = None
 
     def open(self) -> None:
         """Takes the executor over, sooner or later."""
-        if self.is_over:
+        if self._is_over:
             return
         request = executor_pb2.OpenRequest(
-            scheduler_id=self._scheduler.name, protocol_revision=wire.PROTOCOL_REVISION
+            scheduler_id=self._scheduler.name, term=self._term, protocol_revision=wire.PROTOCOL_REVISION
         )
         self._link.call(request, self._node.open, self._opened, self._open_failed)
 
-    def _open_failed(self, _: str) -> None:
-        self._scheduler.world.after(RETRY_SECONDS, self.open)
+    def leave(self) -> None:
+        """Lets it go: another scheduler drives it."""
+        self._is_over = True
+        if self._end is not None:
+            self._end.close()
+        if self._node.name in self._scheduler.core.executors:
+            self._scheduler.core.detach(self._node.name, self._scheduler.now)
+
+    def _open_failed(self, status: str) -> None:
+        if self._is_over:
+            return
+        if status == HELD:
+            self._scheduler.fenced()
+        self._scheduler.process.after(RETRY_SECONDS, self.open)
 
     def _opened(self, response: executor_pb2.OpenResponse) -> None:
-        if self.is_over:
+        if self._is_over:
             return
         scheduler = self._scheduler
         scheduler.capacity = wire.capacity_of(response)
-        misfits = scheduler.core.attach(
-            self._node.name, response.epoch, scheduler.capacity, scheduler.world.now
-        )
+        scheduler.term = max(scheduler.term, response.term)
+        misfits = scheduler.core.attach(self._node.name, response.epoch, scheduler.capacity, scheduler.now)
         self._broken_since = None
         scheduler.serving_changed()
         scheduler.deliver(misfits)
@@ -251,7 +423,7 @@ class _ExecutorPeer:
 
     def _connect(self) -> None:
         """A stream for the present epoch; what was not answered goes out first, byte for byte."""
-        if self.is_over:
+        if self._is_over:
             return
         end = self._end = self._link.connect(self._node.accept)
         end.on_message = self._receive
@@ -264,32 +436,36 @@ class _ExecutorPeer:
 
     def send_plans(self) -> None:
         """As many as the core has and the window lets through."""
-        core, world = self._scheduler.core, self._scheduler.world
-        while self._end is not None and (plan := core.schedule(self._node.name, world.now)) is not None:
+        core = self._scheduler.core
+        while (
+            self._end is not None
+            and (plan := core.schedule(self._node.name, self._scheduler.now)) is not None
+        ):
             self._end.send(wire.plan_message(plan))
 
     def _receive(self, message: executor_pb2.StepResult) -> None:
         self._broken_since = None
-        outcome = self._scheduler.core.update(
-            self._node.name, wire.result_of(message), self._scheduler.world.now
-        )
+        outcome = self._scheduler.core.update(self._node.name, wire.result_of(message), self._scheduler.now)
         self._scheduler.deliver(outcome.progressed)
         self._scheduler.deliver(outcome.ended)
         self._scheduler.changed()
 
     def _stream_ended(self, status: str) -> None:
-        if self.is_over:
+        if self._is_over:
             return
-        world = self._scheduler.world
+        scheduler = self._scheduler
         self._end = None
         if status == UNAVAILABLE:
-            self._broken_since = world.now if self._broken_since is None else self._broken_since
-            if world.now - self._broken_since < REATTACH_SECONDS:
-                world.after(RETRY_SECONDS / 4, self._connect)
+            self._broken_since = scheduler.now if self._broken_since is None else self._broken_since
+            if scheduler.now - self._broken_since < REATTACH_SECONDS:
+                scheduler.process.after(RETRY_SECONDS / 4, self._connect)
                 return
-        assert status in {UNAVAILABLE, "FAILED_PRECONDITION"}, f"the executor ended the stream: {status}"
-        world.note(self._scheduler.name, f"has lost {self._node.name}")
-        self._scheduler.core.detach(self._node.name, world.now)
-        self._scheduler.serving_changed()
-        self._scheduler.changed()
+        assert status in {UNAVAILABLE, NOT_OPEN, HELD}, f"the executor ended the stream: {status}"
+        if status == HELD:
+            scheduler.fenced()
+            return
+        scheduler.world.note(scheduler.name, f"has lost {self._node.name}")
+        scheduler.core.detach(self._node.name, scheduler.now)
+        scheduler.serving_changed()
+        scheduler.changed()
         self.open()

@@ -6,18 +6,14 @@ A seed that fails prints the end of its trace; `python -m tests.simulation SEED`
 import os
 import subprocess
 import sys
-from array import array
 from collections import Counter
 
 import pytest
 
-from scheduler import blocks, executor_session, router_session
-from scheduler.plan import BatchPlan
-from scheduler.sequence import Sequence
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import SimulationError
 
-SEEDS_A_TEST = 25
+SEEDS, SEEDS_A_TEST = 2_000, 100
 
 
 def run(seed: int) -> Scenario:
@@ -26,14 +22,14 @@ def run(seed: int) -> Scenario:
     return scenario
 
 
-@pytest.mark.parametrize("first", range(0, 300, SEEDS_A_TEST))
+@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_A_TEST))
 def test_no_law_breaks_whatever_is_cut_or_crashes(first: int) -> None:
     for seed in range(first, first + SEEDS_A_TEST):
         run(seed)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("first", range(1_000, 31_000, 1_000))
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + 20_000, 1_000))
 def test_no_law_breaks_in_many_more_worlds(first: int) -> None:
     for seed in range(first, first + 1_000):
         run(seed)
@@ -41,17 +37,33 @@ def test_no_law_breaks_in_many_more_worlds(first: int) -> None:
 
 def test_the_worlds_meet_what_they_are_made_for() -> None:
     met: Counter[str] = Counter()
+    signs = {
+        "kept result": "is answered again",
+        "lost executor": "has lost executor",
+        "resubmission": "comes with",
+        "resubmission without ids": "comes with 0 ids",
+        "crash of a scheduler": "scheduler0   crashes",
+        "crash of a router": "router0      crashes",
+        "client that goes on at another router": "has lost its router",
+        "cut": "is cut",
+        "slow link": "is slow",
+        "frozen process": "freezes for",
+        "clock jump": "clock jumps",
+        "take-over": "leads at term 2",
+        "leader that steps down": "steps down",
+        "request that moves": " leaves scheduler",
+        **{reason: f"ends: {reason}" for reason in ("STOP", "LENGTH", "DEADLINE")},
+        "given up": "gives up: ABORT",
+    }
     for seed in range(60):
         scenario = run(seed)
         trace = "\n".join(scenario.world.trace)
-        met["preemption"] += scenario.scheduler.core.counters.preemptions
-        met["kept result"] += trace.count("is answered again")
-        met["lost executor"] += trace.count("has lost")
-        met["resubmission with ids"] += trace.count("comes with") - trace.count("comes with 0 ids")
-        met["crash of a scheduler"] += trace.count("scheduler    crashes")
-        for reason in ("STOP", "LENGTH", "ABORT", "DEADLINE"):
-            met[reason] += trace.count(f"ends: {reason}")
-    assert all(met.values()), met
+        met["preemption"] += sum(node.core.counters.preemptions for node in scenario.schedulers)
+        met["refusal"] += sum(client.num_refused for client in scenario.clients)
+        for name, sign in signs.items():
+            met[name] += trace.count(sign)
+    assert all(met[name] for name in (*signs, "preemption", "refusal")), met
+    assert met["resubmission"] > met["resubmission without ids"]
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
@@ -82,55 +94,3 @@ def test_a_broken_law_tells_the_seed_and_the_end_of_the_trace() -> None:
 
 def _never_more_than_events(scenario: Scenario, limit: int) -> None:
     assert scenario.world.num_events <= limit, "too many events"
-
-
-# --- the simulation finds what it is there to find ---------------------------------------------------
-
-
-def breaks_some_world() -> bool:
-    for seed in range(60):
-        try:
-            run(seed)
-        except SimulationError:
-            return True
-    return False
-
-
-def test_a_plan_that_is_not_sent_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(_: executor_session.ExecutorSession) -> list[BatchPlan]:
-        return []
-
-    monkeypatch.setattr(executor_session.ExecutorSession, "resend", nothing)
-    assert breaks_some_world()
-
-
-def test_a_block_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = blocks.BlockManager.release
-
-    def forget_one(self: blocks.BlockManager, block_ids: list[int]) -> None:
-        release(self, block_ids[1:])
-
-    monkeypatch.setattr(blocks.BlockManager, "release", forget_one)
-    assert breaks_some_world()
-
-
-def test_a_cursor_that_starts_a_token_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    attach = router_session.RouterSession.attach
-
-    def attach_early(
-        self: router_session.RouterSession, handle: int, seq: Sequence, num_received: int
-    ) -> router_session.RouterSession | None:
-        return attach(self, handle, seq, max(0, num_received - 1))
-
-    monkeypatch.setattr(router_session.RouterSession, "attach", attach_early)
-    assert breaks_some_world()
-
-
-def test_a_recompute_of_the_prompt_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def output_forgotten(self: Sequence) -> None:
-        self.token_ids = array("I", self.token_ids[: self.num_prompt_tokens])
-        self.num_computed_tokens = 0
-        self.num_known_tokens = min(len(self.token_ids), self.max_len - 1)
-
-    monkeypatch.setattr(Sequence, "forget_computed", output_forgotten)
-    assert breaks_some_world()

@@ -18,6 +18,8 @@ class World:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.now = 0.0
+        self.seconds_jumped = 0.0
+        """By which clocks of processes have jumped, all together."""
         self.num_events = 0
         self.trace: list[str] = []
         self.laws: list[Callable[[], None]] = []
@@ -30,10 +32,15 @@ class World:
         return random.Random(f"{self.seed}/{name}")
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Does `action` in `seconds` from now; what is due at one time happens in the order of asking."""
+        """Does `action` in `seconds` from now."""
         assert seconds >= 0
+        self.at(self.now + seconds, action)
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Does `action` at `time`; what is due at one time happens in the order of asking."""
+        assert time >= self.now
         self._num_scheduled += 1
-        heapq.heappush(self._events, (self.now + seconds, self._num_scheduled, action))
+        heapq.heappush(self._events, (time, self._num_scheduled, action))
 
     def note(self, who: str, what: str) -> None:
         """A line of the trace."""

@@ -1,0 +1,142 @@
+"""Who leads: the lease of schedulers that stand by for each other, as a state machine without I/O.
+
+They share one lease file (`lease_file`). It names the leader and its term, and holds a beat that the leader
+counts up; the leader's process keeps it locked.
+
+    STANDING_BY ── look(record, is_free, now) ─► Claim ── claimed(…) ─► LEADING
+    LEADING     ── beat(is_mine) ─► the record to write, or None: another one has taken the lease
+    LEADING     ── fenced(holder, term, now) ─► STANDING_BY
+    LEADING     ── hand_over() ─► LEAVING ── seen(record) ─► whether another one leads
+
+Rules:
+1. A claim's term is above every term that the file or an executor has told of.
+2. A lease is claimed when it is free, for its leader's process is gone or has given it up; or when its beat
+   has stood still for `lease_seconds` by the clock of the one who looks. Two clocks are never compared.
+3. A leader whose file is another's, or who is told that another scheduler holds an executor, steps down. It
+   claims again no sooner than one `lease_seconds` later: never in reply.
+4. Nothing here stops a leader that was frozen and goes on: the executors refuse its term.
+
+Must not know: files, the clock, executors, what leading means.
+"""
+
+import enum
+from dataclasses import dataclass
+
+BEATS_A_LEASE = 5
+LOOKS_A_LEASE = 20
+MOST_SECONDS_BETWEEN_LOOKS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the lease file says. `beat` changes as long as the leader lives."""
+
+    term: int
+    holder: str
+    beat: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Write this record and lead; `usurps` when the file is locked by a leader that does not beat."""
+
+    record: Record
+    usurps: bool
+
+
+class Role(enum.Enum):
+    """What a scheduler of a lease is now."""
+
+    STANDING_BY = "standing by"
+    LEADING = "leading"
+    LEAVING = "leaving"  # leads until another one does, and does not keep the lease
+
+
+class Lease:
+    """One scheduler's side of the lease."""
+
+    def __init__(self, scheduler_id: str, lease_seconds: float) -> None:
+        self.role = Role.STANDING_BY
+        self.term = 0
+        """That it leads at, or led at last."""
+        self.lease_seconds = lease_seconds
+        self._scheduler_id = scheduler_id
+        self._beat = 0
+        self._highest_term = 0
+        self._seen: Record | None = None
+        self._seen_since: float | None = None
+        self._not_before = float("-inf")
+
+    @property
+    def beat_seconds(self) -> float:
+        """Between two beats of the leader."""
+        return self.lease_seconds / BEATS_A_LEASE
+
+    @property
+    def look_seconds(self) -> float:
+        """Between two looks of one who stands by: how soon it sees that a leader has ended."""
+        return min(self.lease_seconds / LOOKS_A_LEASE, MOST_SECONDS_BETWEEN_LOOKS)
+
+    def look(self, record: Record | None, now: float, *, is_free: bool) -> Claim | None:
+        """One who stands by has read the file (None: it is new); a claim when it should lead."""
+        assert self.role is Role.STANDING_BY
+        if self._seen_since is None or record != self._seen:
+            self._seen, self._seen_since = record, now
+        if record is not None:
+            self._highest_term = max(self._highest_term, record.term)
+        if now < self._not_before:
+            return None
+        if not is_free and now < self._seen_since + self.lease_seconds:
+            return None
+        return Claim(Record(self._highest_term + 1, self._scheduler_id, self._beat + 1), usurps=not is_free)
+
+    def claimed(self, claim: Claim) -> None:
+        """The claim stands in the file: it leads."""
+        assert self.role is Role.STANDING_BY
+        self.role = Role.LEADING
+        self.term = self._highest_term = claim.record.term
+        self._beat = claim.record.beat
+
+    def beat(self, now: float, *, is_mine: bool) -> Record | None:
+        """A beat is due; the record to write, or None: the file is another's, and it leads no longer."""
+        assert self.role is Role.LEADING
+        if not is_mine:
+            self._step_down(now)
+            return None
+        self._beat += 1
+        return Record(self.term, self._scheduler_id, self._beat)
+
+    def fenced(self, term: int, now: float) -> None:
+        """An executor is held by another scheduler, at this term: it leads no longer."""
+        self._highest_term = max(self._highest_term, term)
+        if self.role is not Role.STANDING_BY:
+            self._step_down(now)
+
+    def hand_over(self) -> None:
+        """It wants to go: it leads on, and whoever claims the lease takes over."""
+        if self.role is Role.LEADING:
+            self.role = Role.LEAVING
+
+    def seen(self, record: Record | None, now: float) -> bool:
+        """One who leaves has read the file; whether another one leads."""
+        assert self.role is Role.LEAVING
+        if record is None or record.term <= self.term:
+            return False
+        self._step_down(now)
+        return True
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether it has ever read the file."""
+        return self._highest_term > 0 or self._seen_since is not None
+
+    @property
+    def leader(self) -> str:
+        """Who else leads, by the file that one who stands by has seen; empty when it names nobody else."""
+        holder = "" if self._seen is None else self._seen.holder
+        return "" if holder == self._scheduler_id else holder
+
+    def _step_down(self, now: float) -> None:
+        self.role = Role.STANDING_BY
+        self._seen = self._seen_since = None
+        self._not_before = now + self.lease_seconds

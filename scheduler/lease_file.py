@@ -1,0 +1,121 @@
+"""The file that a lease lives in: locked by the leader's process for as long as that lives.
+
+The kernel frees the lock when the process ends, however it ends; so a standby learns of a crash at its next
+look. A leader that is frozen keeps its lock, so it is not waited for: a new file takes the place of the old
+one, and the old leader finds, when it comes to itself, that the path leads to a file which is not its own.
+
+Knows how a record is kept, not what it means. Calls may block for as long as the file system does.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from scheduler.lease import Record
+
+# Records have one length: one write replaces one, and a reader finds the old or the new.
+RECORD_BYTES = 512
+
+
+class LeaseFileError(Exception):
+    """The file is not one of ours; its text is a sentence."""
+
+
+class LeaseFile:
+    """The lease file at one path, as one process sees it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None  # of the file that this process has locked
+
+    def look(self) -> tuple[Record | None, bool]:
+        """What the file says (None: nothing yet), and whether it is free: then it is locked from now on.
+
+        Raises LeaseFileError, OSError.
+        """
+        if self._fd is None:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                if not (_try_lock(fd) and self._is_at_path(fd)):
+                    return self._read(fd), False
+                self._fd, fd = fd, -1
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+        assert self._fd is not None
+        return self._read(self._fd), True
+
+    def claim(self, record: Record) -> bool:
+        """Writes a record: into the file that is locked, or in place of one that another has locked.
+
+        Returns whether the file at the path is this process' own. Raises OSError.
+        """
+        if self._fd is None:
+            new_path = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            fd = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._fd = fd
+            _try_lock(fd)
+            _write(fd, record)
+            new_path.replace(self._path)
+        else:
+            _write(self._fd, record)
+        return self.is_mine()
+
+    def is_mine(self) -> bool:
+        """Whether the file at the path is the one that this process has locked."""
+        return self._fd is not None and self._is_at_path(self._fd)
+
+    def write(self, record: Record) -> None:
+        """Replaces the record in the file that is locked. Raises OSError."""
+        assert self._fd is not None
+        _write(self._fd, record)
+
+    def let_go(self) -> None:
+        """Unlocks the file, if it is locked."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def read(self) -> Record | None:
+        """What the file at the path says, whoever has it; locks nothing. Raises LeaseFileError, OSError."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            return self._read(fd)
+        finally:
+            os.close(fd)
+
+    def _is_at_path(self, fd: int) -> bool:
+        mine = os.fstat(fd)
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return False
+        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+
+    def _read(self, fd: int) -> Record | None:
+        data = os.pread(fd, RECORD_BYTES + 1, 0)
+        if not data:
+            return None
+        try:
+            return Record(**json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise LeaseFileError(
+                f"{self._path} is no lease file: name a file that is the lease's alone"
+            ) from error
+
+
+def _try_lock(fd: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _write(fd: int, record: Record) -> None:
+    os.pwrite(fd, json.dumps(asdict(record)).encode().ljust(RECORD_BYTES - 1) + b"\n", 0)
