@@ -53,12 +53,13 @@ class PrefixCache:
         """
         found: list[int] = []
         usable = (len(seq.token_ids) - 1) // self._blocks.block_size if self._is_on else 0
-        limit = len(seq.block_keys) + MAX_KEYS_AT_ONCE
+        keys = self._keys_of(seq)
+        limit = len(keys) + MAX_KEYS_AT_ONCE
         while len(found) < usable:
             if len(found) >= limit:
                 return None
             self._make_keys(seq, len(found) + 1)
-            block_id = self._blocks.find(seq.block_keys[len(found)])
+            block_id = self._blocks.find(keys[len(found)])
             if block_id is None:
                 break
             found.append(block_id)
@@ -72,8 +73,7 @@ class PrefixCache:
         """
         if not self._computing or num_matched >= (len(seq.token_ids) - 1) // self._blocks.block_size:
             return None
-        self._make_keys(seq, num_matched + 1)
-        return self._computing.get(seq.block_keys[num_matched])
+        return self._computing.get(self._make_keys(seq, num_matched + 1)[num_matched])
 
     def follow(self, seq: Sequence, leader: Sequence) -> None:
         """`seq` waits until the blocks that it shares with `leader` are there."""
@@ -98,9 +98,9 @@ class PrefixCache:
         if not self._is_on or num_full <= seq.num_registered_blocks:
             return []
         self._withdraw(seq)
-        self._make_keys(seq, num_full)
+        keys = self._make_keys(seq, num_full)
         for index in range(seq.num_registered_blocks, num_full):
-            self._blocks.register(seq.block_table[index], seq.block_keys[index])
+            self._blocks.register(seq.block_table[index], keys[index])
         seq.num_registered_blocks = num_full
         self._announce(seq)
         served = [item.seq for item in seq.followers if item.num_blocks <= num_full]
@@ -118,23 +118,28 @@ class PrefixCache:
     def _announce(self, seq: Sequence) -> None:
         index = seq.num_registered_blocks
         if self._is_on and index < len(seq.token_ids) // self._blocks.block_size:
-            self._make_keys(seq, index + 1)
-            self._computing.setdefault(seq.block_keys[index], seq)
+            self._computing.setdefault(self._make_keys(seq, index + 1)[index], seq)
 
     def _withdraw(self, seq: Sequence) -> None:
-        index = seq.num_registered_blocks
-        if index < len(seq.block_keys) and self._computing.get(seq.block_keys[index]) is seq:
-            del self._computing[seq.block_keys[index]]
+        index, keys = seq.num_registered_blocks, self._keys_of(seq)
+        if index < len(keys) and self._computing.get(keys[index]) is seq:
+            del self._computing[keys[index]]
 
     # --- keys --------------------------------------------------------------------------------------------
 
-    def _make_keys(self, seq: Sequence, count: int) -> None:
-        keys = seq.block_keys
+    def _keys_of(self, seq: Sequence) -> list[bytes]:
+        """Those made so far, kept by block size: another executor's blocks may be longer or shorter."""
+        return seq.block_keys.setdefault(self._blocks.block_size, [])
+
+    def _make_keys(self, seq: Sequence, count: int) -> list[bytes]:
+        """At least the first `count` keys of `seq`."""
+        keys = self._keys_of(seq)
         size = self._blocks.block_size
         for index in range(len(keys), count):
             parent = keys[-1] if keys else self._root(seq)
             block = seq.token_ids[index * size : (index + 1) * size].tobytes()
             keys.append(blake2b(parent + block, digest_size=KEY_BYTES, key=self._secret).digest())
+        return keys
 
     def _root(self, seq: Sequence) -> bytes:
         salt = seq.request.cache_salt.encode()
