@@ -44,6 +44,7 @@ async def run(argv: list[str]) -> int:
             scheduler_id=settings.name,
             reattach_seconds=settings.reattach_seconds,
             max_message_bytes=settings.max_message_bytes,
+            step_timeout_seconds=settings.step_timeout,
         )
 
     # What was loaded by now stays for good: the collector need not look at it, and may rest longer between

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import structlog
@@ -27,6 +28,10 @@ class EpochLostError(Exception):
 
 class HeldError(Exception):
     """Another scheduler holds the executor: step down."""
+
+
+class LeftError(Exception):
+    """The executor went away on purpose, with nothing left to do: it will not come back with this epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +114,7 @@ def _meaning(error: grpc.aio.AioRpcError) -> Exception:
         return HeldError(text)
     if error.code() in {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS}:
         return EpochLostError(text)
+    trailers: Any = error.trailing_metadata()  # pairs; the stubs know less of them
+    if any(key == "chairlift-leaving" for key, _ in trailers or ()):
+        return LeftError(text)
     return ExecutorUnreachableError(text)

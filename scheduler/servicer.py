@@ -49,6 +49,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         except (SessionError, wire.SubmitError, DecodeError) as error:
             log.warning("router_broke_the_rules", error=str(error))
             end = RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except _ModelChangedError:
+            message = "the executors serve another model now; connect again to be told"
+            end = RequestError(grpc.StatusCode.UNAVAILABLE, message)
         except TimeoutError:
             log.warning("router_stalled", seconds=self._router_stall_seconds)
             message = f"nothing was taken for {self._router_stall_seconds:g} seconds"
@@ -93,6 +96,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         return wire.explain_response(request.request_id, lines)
 
 
+class _ModelChangedError(Exception):
+    """What the router was told when it was welcomed does not hold any more."""
+
+
 class _RouterStream:
     """One Connect call: its session, and when to look at it again."""
 
@@ -104,6 +111,7 @@ class _RouterStream:
         self._parts: PartAssembler[scheduler_pb2.Submit] = PartAssembler()
         self._told: tuple[bool, str] | None = None
         self._is_welcomed = False
+        self._num_models = 0  # as of the welcome
         loop.join(session, self._wake)
 
     def close(self) -> None:
@@ -207,6 +215,8 @@ class _RouterStream:
         reader.add_done_callback(lambda _: self._wake.set())
         while True:
             self._wake.clear()
+            if self._is_welcomed and self._num_models != self._loop.num_models:
+                raise _ModelChangedError
             for message in self._status_messages():
                 await self._send(context, message, stall_seconds)
             while (output := self.session.take(self._loop.now())) is not None:
@@ -231,6 +241,7 @@ class _RouterStream:
         messages = []
         if not self._is_welcomed and loop.is_serving and loop.capacity is not None:
             self._is_welcomed = True
+            self._num_models = loop.num_models
             limit = loop.core.max_total_tokens
             messages.append(wire.welcome_message(self._scheduler_id, loop.term, limit, loop.capacity))
         told = (loop.is_serving, loop.reason)

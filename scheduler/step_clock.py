@@ -14,26 +14,27 @@ LATE_FACTOR = 20.0  # times its predicted duration, and a step is late
 class StepClock:
     """The steps of one executor that have no result yet."""
 
-    __slots__ = ("_began", "_predicted")
+    __slots__ = ("_predicted", "began")
 
     def __init__(self) -> None:
         self._predicted: deque[float] = deque()  # durations, the step that runs first; 0 is not known
-        self._began = 0.0  # of the step that runs
+        self.began = 0.0
+        """When the step that runs began."""
 
     def sent(self, predicted_us: float | None, now: float) -> None:
         """One more plan is on its way."""
         if not self._predicted:
-            self._began = now
+            self.began = now
         self._predicted.append((predicted_us or 0.0) / 1e6)
 
     def answered(self, now: float) -> None:
         """The first of them has its result."""
         self._predicted.popleft()
-        self._began = now
+        self.began = now
 
     def resumed(self, now: float) -> None:
         """A new stream: what was under way is counted from now."""
-        self._began = now
+        self.began = now
 
     def seconds_left(self, now: float) -> float:
         """How long until all of them are expected to have answered.
@@ -43,7 +44,7 @@ class StepClock:
         """
         if not self._predicted:
             return 0.0
-        elapsed = max(0.0, now - self._began)
+        elapsed = max(0.0, now - self.began)
         left = self._predicted[0] - elapsed
         return (left if left >= 0 else elapsed) + sum(self._predicted) - self._predicted[0]
 
@@ -51,4 +52,4 @@ class StepClock:
         """When the step that runs is late: after `least_seconds`, or 20 times what was predicted for it."""
         if not self._predicted:
             return None
-        return self._began + max(least_seconds, LATE_FACTOR * self._predicted[0])
+        return self.began + max(least_seconds, LATE_FACTOR * self._predicted[0])

@@ -67,7 +67,12 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     device = DeviceThread()
     lost: list[BaseException] = []
     servicer = ExecutorServicer(
-        device, max_num_seqs=8, max_num_batched_tokens=64, max_window=2, on_device_lost=lost.append
+        device,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_window=2,
+        grace_seconds=9.0,
+        on_device_lost=lost.append,
     )
     server = grpc.aio.server()
     executor_pb2_grpc.add_ExecutorServicer_to_server(servicer, server)

@@ -217,7 +217,13 @@ class Shell:
     """One scheduler process's inside."""
 
     def __init__(
-        self, folder: Path, limits: Limits, *, router_stall_seconds: float, reattach_seconds: float
+        self,
+        folder: Path,
+        limits: Limits,
+        *,
+        router_stall_seconds: float,
+        reattach_seconds: float,
+        step_timeout_seconds: float,
     ) -> None:
         self.executor_address = f"unix:{folder}/executor.sock"
         self.address = f"unix:{folder}/scheduler.sock"
@@ -228,6 +234,7 @@ class Shell:
         )
         self._stall_seconds = router_stall_seconds
         self._reattach_seconds = reattach_seconds
+        self._step_timeout_seconds = step_timeout_seconds
         self._open = contextlib.AsyncExitStack()
         self._routers: list[Router] = []
 
@@ -238,6 +245,7 @@ class Shell:
             scheduler_id="this-scheduler",
             reattach_seconds=self._reattach_seconds,
             max_message_bytes=MAX_MESSAGE_BYTES,
+            step_timeout_seconds=self._step_timeout_seconds,
         )
 
     async def start(self) -> None:
@@ -289,7 +297,11 @@ class Shell:
 
 @contextlib.asynccontextmanager
 async def running_shell(
-    limits: Limits | None = None, *, router_stall_seconds: float = 10.0, reattach_seconds: float = 0.3
+    limits: Limits | None = None,
+    *,
+    router_stall_seconds: float = 10.0,
+    reattach_seconds: float = 0.3,
+    step_timeout_seconds: float = 60.0,
 ) -> AsyncIterator[Shell]:
     """A running scheduler without an executor. Fails when it leaves a task, or an exception nobody saw."""
     complaints: list[dict[str, Any]] = []
@@ -301,6 +313,7 @@ async def running_shell(
             limits or Limits(watermark=0.0),
             router_stall_seconds=router_stall_seconds,
             reattach_seconds=reattach_seconds,
+            step_timeout_seconds=step_timeout_seconds,
         )
         await shell.start()
         try:
