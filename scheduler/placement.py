@@ -44,10 +44,11 @@ def seconds_to_start(core: "SchedulerCore", state: ExecutorState, num_tokens: in
     num_running = len(state.running)
     room = max(1, state.max_num_batched_tokens - num_running)
     num_steps = -(-num_tokens // room)
-    return (
-        state.clock.seconds_left(now)
-        + (num_steps * (base + num_running * per_token) + num_tokens * per_token) / 1e6
-    )
+    under_way = state.clock.seconds_left(now)
+    if state.step_time.line is None:
+        under_way = max(under_way, state.session.num_unanswered * base / 1e6)
+    computing_us = num_steps * (base + num_running * per_token) + num_tokens * per_token
+    return under_way + computing_us / 1e6
 
 
 def _line(core: "SchedulerCore", state: ExecutorState) -> tuple[float, float]:

@@ -4,7 +4,7 @@ They come first in their class (`waiting`). But a hundred of them with long cont
 a first token, and prompts under way from their next chunk, for as long as all of that is computed again. So
 while others wait in their class or a better one
 
-    every second seat goes to one of the others, and
+    of two seats in a row one at least goes to one of the others, and
     of a step's tokens that decoding leaves, recomputing gets half at most.
 
 While nobody else wants them, seats and tokens are all theirs. Pure.
