@@ -390,6 +390,12 @@ class SchedulerCore:
 
         Who waits and is more important comes before the chunk of a long prompt; who is not, after it.
         """
+        state.look_again_at = None
+        state.num_queued_tokens = 0
+        if not (unfinished or self.waiting):
+            if may_enter:
+                self.clocks.set(Reason.QUEUED_FOR_STEP, self._now)
+            return
         if len(unfinished) > 1:
             self._order(unfinished)
         budget = rows.budget
@@ -409,7 +415,6 @@ class SchedulerCore:
             elif may_enter:
                 self._admit(state, rows, turn)
         finally:
-            state.look_again_at = None
             if turn is not None:
                 for seq in turn.left:
                     self.waiting.unpark(seq)

@@ -51,15 +51,15 @@ class PrefixCache:
 
         None when its keys are not all made yet: a very long prompt is hashed in slices, one a step.
         """
+        self._take_up(seq)
         found: list[int] = []
         usable = (len(seq.token_ids) - 1) // self._blocks.block_size if self._is_on else 0
-        keys = self._keys_of(seq)
-        limit = len(keys) + MAX_KEYS_AT_ONCE
+        limit = len(seq.block_keys) + MAX_KEYS_AT_ONCE
         while len(found) < usable:
             if len(found) >= limit:
                 return None
             self._make_keys(seq, len(found) + 1)
-            block_id = self._blocks.find(keys[len(found)])
+            block_id = self._blocks.find(seq.block_keys[len(found)])
             if block_id is None:
                 break
             found.append(block_id)
@@ -73,7 +73,9 @@ class PrefixCache:
         """
         if not self._computing or num_matched >= (len(seq.token_ids) - 1) // self._blocks.block_size:
             return None
-        return self._computing.get(self._make_keys(seq, num_matched + 1)[num_matched])
+        self._take_up(seq)
+        self._make_keys(seq, num_matched + 1)
+        return self._computing.get(seq.block_keys[num_matched])
 
     def follow(self, seq: Sequence, leader: Sequence) -> None:
         """`seq` waits until the blocks that it shares with `leader` are there."""
@@ -86,6 +88,7 @@ class PrefixCache:
 
     def begin(self, seq: Sequence, num_matched: int) -> None:
         """`seq` was admitted; its first blocks were found here."""
+        self._take_up(seq)
         seq.num_registered_blocks = num_matched
         self._announce(seq)
 
@@ -98,9 +101,9 @@ class PrefixCache:
         if not self._is_on or num_full <= seq.num_registered_blocks:
             return []
         self._withdraw(seq)
-        keys = self._make_keys(seq, num_full)
+        self._make_keys(seq, num_full)
         for index in range(seq.num_registered_blocks, num_full):
-            self._blocks.register(seq.block_table[index], keys[index])
+            self._blocks.register(seq.block_table[index], seq.block_keys[index])
         seq.num_registered_blocks = num_full
         self._announce(seq)
         served = [item.seq for item in seq.followers if item.num_blocks <= num_full]
@@ -118,28 +121,33 @@ class PrefixCache:
     def _announce(self, seq: Sequence) -> None:
         index = seq.num_registered_blocks
         if self._is_on and index < len(seq.token_ids) // self._blocks.block_size:
-            self._computing.setdefault(self._make_keys(seq, index + 1)[index], seq)
+            self._make_keys(seq, index + 1)
+            self._computing.setdefault(seq.block_keys[index], seq)
 
     def _withdraw(self, seq: Sequence) -> None:
-        index, keys = seq.num_registered_blocks, self._keys_of(seq)
-        if index < len(keys) and self._computing.get(keys[index]) is seq:
-            del self._computing[keys[index]]
+        index = seq.num_registered_blocks
+        if index < len(seq.block_keys) and self._computing.get(seq.block_keys[index]) is seq:
+            del self._computing[seq.block_keys[index]]
 
     # --- keys --------------------------------------------------------------------------------------------
 
-    def _keys_of(self, seq: Sequence) -> list[bytes]:
-        """Those made so far, kept by block size: another executor's blocks may be longer or shorter."""
-        return seq.block_keys.setdefault(self._blocks.block_size, [])
+    def _take_up(self, seq: Sequence) -> None:
+        """`seq` waits, and another executor may have looked at it, whose blocks are longer or shorter."""
+        size = self._blocks.block_size
+        if seq.keys_block_size == size:
+            return
+        if seq.block_keys:
+            others = seq.other_block_keys = seq.other_block_keys or {}
+            others[seq.keys_block_size], seq.block_keys = seq.block_keys, others.pop(size, [])
+        seq.keys_block_size = size
 
-    def _make_keys(self, seq: Sequence, count: int) -> list[bytes]:
-        """At least the first `count` keys of `seq`."""
-        keys = self._keys_of(seq)
+    def _make_keys(self, seq: Sequence, count: int) -> None:
+        keys = seq.block_keys
         size = self._blocks.block_size
         for index in range(len(keys), count):
             parent = keys[-1] if keys else self._root(seq)
             block = seq.token_ids[index * size : (index + 1) * size].tobytes()
             keys.append(blake2b(parent + block, digest_size=KEY_BYTES, key=self._secret).digest())
-        return keys
 
     def _root(self, seq: Sequence) -> bytes:
         salt = seq.request.cache_salt.encode()

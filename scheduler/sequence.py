@@ -143,9 +143,9 @@ class Sequence:
     executor_id: str = ""
     block_table: list[int] = field(default_factory=list)
     num_slots: int = 0  # tokens the block table has room for
-    block_keys: dict[int, list[bytes]] = field(
-        default_factory=dict
-    )  # names of its full blocks, by block size
+    block_keys: list[bytes] = field(default_factory=list)  # names of its full blocks' content, as far as made
+    keys_block_size: int = 0  # of the blocks that they name
+    other_block_keys: dict[int, list[bytes]] | None = None  # the same, by other block sizes
     num_registered_blocks: int = 0  # of its block table, from the start: found or made known in the index
     followers: list["Follower"] = field(default_factory=list)  # who waits for blocks that it computes
     has_started: bool = False  # was admitted at least once

@@ -243,7 +243,7 @@ def test_b15_other_secrets_give_other_names() -> None:
         h.core._cache_secret = secret
         h.core.detach(EXECUTOR, 0.0)
         h.attach()
-        names.append(serve(h, "r", prompt(40)).block_keys[16])
+        names.append(serve(h, "r", prompt(40)).block_keys)
     assert len(names[0][0]) == 16
     assert set(names[0]).isdisjoint(names[1])
     assert array("I", prompt(16)) == array("I", prompt(16))
