@@ -410,17 +410,20 @@ class SchedulerCore:
                 if rows.budget <= 0:
                     break
                 self._chunk(seq, rows)
-            if alone is not None:
-                self._admit_alone(state, rows, alone)
-            elif may_enter:
+            if may_enter and alone is None:
                 self._admit(state, rows, turn)
         finally:
             if turn is not None:
-                for seq in turn.left:
-                    self.waiting.unpark(seq)
-                if not state.running:
-                    state.look_again_at = turn.look_again_at
+                self._end_turn(state, turn)
+        self._admit_alone(state, rows, alone or [])
         state.num_queued_tokens -= budget - rows.budget
+
+    def _end_turn(self, state: ExecutorState, turn: placement.Turn) -> None:
+        """Who was left to others has its place in the queue again."""
+        for seq in turn.left:
+            self.waiting.unpark(seq)
+        if not state.running:
+            state.look_again_at = turn.look_again_at
 
     def _chunk(self, seq: Sequence, rows: Rows) -> None:
         """Gives `seq` of its uncomputed tokens what the budget allows."""

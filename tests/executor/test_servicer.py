@@ -258,6 +258,7 @@ async def test_draining_is_said_in_results_and_over_when_the_last_sequence_has_e
         assert not drain.done()
         result = await stream.step(epoch.plan({seq_id: 1}))
         assert (result.draining, len(result.finished)) == (True, 1)
+        assert 0 < result.leaves_in_ms <= 9_000
         await drain
         assert (await stream.end()).code is grpc.StatusCode.UNAVAILABLE
 
