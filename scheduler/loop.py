@@ -17,6 +17,7 @@ import structlog
 from protos.v1 import router_pb2
 from rpc.address import Address
 from rpc.channel import MAX_RECONNECT_SECONDS
+from rpc.tls import Tls
 from scheduler import audit, identity, wire
 from scheduler.blocks import BlockError
 from scheduler.core import SchedulerCore
@@ -407,6 +408,7 @@ class ExecutorLoop:
         reattach_seconds: float,
         max_message_bytes: int,
         step_timeout_seconds: float = STEP_TIMEOUT_SECONDS,
+        tls: Tls | None = None,
     ) -> None:
         self._loop = loop
         self._step_timeout_seconds = step_timeout_seconds
@@ -414,7 +416,7 @@ class ExecutorLoop:
         self._address = address
         self._scheduler_id = scheduler_id
         self._reattach_seconds = reattach_seconds
-        self._client = ExecutorClient(address, max_message_bytes=max_message_bytes)
+        self._client = ExecutorClient(address, max_message_bytes=max_message_bytes, tls=tls)
 
     @property
     def is_attached(self) -> bool:
