@@ -76,8 +76,8 @@ class _Call:
 class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
     """Serves one runner. Made on the event loop; `ready` puts it into service.
 
-    `max_window` is the most unanswered plans. `on_device_lost` is told, with the reason, when the device
-    cannot make a token any more.
+    `max_window` is the most unanswered plans, `grace_seconds` how long it drains. `on_device_lost` is told,
+    with the reason, when the device cannot make a token any more.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_window: int,
+        grace_seconds: float,
         on_device_lost: Callable[[BaseException], None],
     ) -> None:
         self._device = device
@@ -99,7 +100,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         self._session: Session[executor_pb2.StepResult] = Session(max_window)
         self._work: EpochWork | None = None
         self._calls: dict[int, _Call] = {}
-        self._is_draining = False
+        self._grace_seconds = grace_seconds
+        self._leaves_at: float | None = None  # on the event loop's clock; set when it begins to drain
         self._drained = asyncio.Event()
 
     def ready(self, runner: Runner) -> None:
@@ -108,7 +110,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
 
     async def drain(self) -> None:
         """Say `draining` in every result from now on; return when the scheduler has nothing left here."""
-        self._is_draining = True
+        self._leaves_at = asyncio.get_running_loop().time() + self._grace_seconds
         self._check_drained()
         await self._drained.wait()
         self._end_calls(_Leaving("the executor has drained and shuts down"))
@@ -231,10 +233,16 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         elif outcome is not None:
             result, timings = outcome
             _log.debug("step", step_id=plan.step_id, rows=len(plan.seq_ids), total_us=timings.total_us)
-            message = wire.result_to_proto(result, timings, draining=self._is_draining)
+            message = self._result_message(result, timings)
             for stream in self._session.complete(plan.epoch, plan.step_id, message):
                 self._calls[stream].answer(message)
         self._check_drained()
+
+    def _result_message(self, result: StepResult, timings: StepTimings) -> executor_pb2.StepResult:
+        if self._leaves_at is None:
+            return wire.result_to_proto(result, timings)
+        left = self._leaves_at - asyncio.get_running_loop().time()
+        return wire.result_to_proto(result, timings, draining=True, leaves_in_seconds=left)
 
     def _end_epoch(self, reason: Exception) -> None:
         if self._work is not None:
@@ -251,7 +259,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
 
         The table belongs to the device's thread; while no plan is with it, it stands still.
         """
-        if not self._is_draining or self._session.num_running > 0:
+        if self._leaves_at is None or self._session.num_running > 0:
             return
         if not self._session.is_connected or self._work is None or self._work.table.num_sequences == 0:
             self._drained.set()
@@ -298,6 +306,8 @@ async def _end_with(context: Context, reason: Exception) -> NoReturn:
     trailers: tuple[tuple[str, str], ...] = ()
     if isinstance(reason, Held):
         trailers = (("chairlift-scheduler-id", reason.scheduler_id), ("chairlift-term", str(reason.term)))
+    elif isinstance(reason, _Leaving):
+        trailers = (("chairlift-leaving", "1"),)
     await context.abort(_STATUS[type(reason)], str(reason), trailers)
 
 
@@ -330,6 +340,7 @@ async def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_window=max_window,
+        grace_seconds=settings.grace_seconds,
         on_device_lost=lose_device,
     )
 

@@ -121,9 +121,9 @@ def constraint_from_proto(message: common_pb2.SamplingParams) -> Constraint | No
 
 
 def result_to_proto(
-    result: StepResult, timings: StepTimings, *, draining: bool = False
+    result: StepResult, timings: StepTimings, *, draining: bool = False, leaves_in_seconds: float = 0.0
 ) -> executor_pb2.StepResult:
-    """The result as it is sent, kept, and sent again."""
+    """The result as it is sent, kept, and sent again. `leaves_in_seconds` goes with `draining`."""
     return executor_pb2.StepResult(
         epoch=result.epoch,
         step_id=result.step_id,
@@ -157,6 +157,7 @@ def result_to_proto(
             for stretch in result.prompt_logprobs
         ],
         draining=draining,
+        leaves_in_ms=round(1000 * max(0.0, leaves_in_seconds)),
         timings=executor_pb2.StepTimings(
             idle_us=timings.idle_us,
             inputs_us=timings.inputs_us,

@@ -540,10 +540,6 @@ def _either(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
 
-def _unserved(field: str) -> RequestError:
-    return RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{field} is not served by this version", field=field)
-
-
 def _shown(text: str) -> str:
     """A client's text in an error sentence: quoted, and cut when long."""
     return repr(text if len(text) <= MAX_REQUEST_ID_CHARACTERS else text[:MAX_REQUEST_ID_CHARACTERS] + "…")

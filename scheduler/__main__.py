@@ -50,6 +50,7 @@ async def run(argv: list[str]) -> int:
                 scheduler_id=settings.name,
                 reattach_seconds=settings.reattach_seconds,
                 max_message_bytes=settings.max_message_bytes,
+                step_timeout_seconds=settings.step_timeout,
                 tls=certificates,
                 term=term,
                 on_held=None if leadership is None else leadership.fenced,

@@ -128,6 +128,22 @@ class SchedulerSettings(ServiceSettings):
         description="How long a broken executor stream may stay away before the executor counts as lost.",
     )
 
+    recovery_timeout: float = Field(
+        default=60.0,
+        ge=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="Seconds that running requests wait when no executor is left; 0 ends them at once.",
+    )
+    step_timeout: float = Field(
+        default=10.0,
+        gt=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="A step that takes more seconds than this, and than 20 times what was predicted for it, "
+        "means that the executor hangs: it is opened anew, and what it had is computed elsewhere.",
+    )
+
     @field_validator("executor")
     @classmethod
     def _executor_addresses(cls, value: str) -> str:
@@ -173,6 +189,7 @@ class SchedulerSettings(ServiceSettings):
             default_tenant=tenants.pop(DEFAULT_TENANT, TenantLimits()),
             tenants=tenants,
             orphan_grace_seconds=self.orphan_grace_seconds,
+            recovery_timeout_seconds=self.recovery_timeout,
         )
 
 

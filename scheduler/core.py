@@ -17,15 +17,17 @@ at the door is `door`'s business, who enters the batch `entrance`'s, who must go
 import math
 from dataclasses import dataclass, field, replace
 
-from scheduler import door, entrance, padding, policy
+from scheduler import door, draining, entrance, padding, placement, policy
 from scheduler.batching import Batching
 from scheduler.drain_rate import DrainRate
 from scheduler.executor_session import SessionBrokenError, rows_that_ran
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry, Reason, ReasonClocks, TimeLine, TimeLines
 from scheduler.forecast import LengthModel
+from scheduler.inquiry import Inquiry, name_of
 from scheduler.plan import BatchPlan, Capacity, Leaver, NewSequence, StepResult
 from scheduler.policy import Limits
+from scheduler.recovery import Pace
 from scheduler.rows import Rows
 from scheduler.sequence import (
     Event,
@@ -91,6 +93,9 @@ class SchedulerCore:
         self.lengths = LengthModel()
         self.drain_rate = DrainRate()
         self.clocks = ReasonClocks()
+        self.inquiry = Inquiry()
+        self._alone_since: float | None = None  # when the last executor was lost
+        self.pace = Pace()
         self._time_lines = TimeLines()
         self._timers = Timers()
         self._padding_sampling = padding_sampling
@@ -170,7 +175,15 @@ class SchedulerCore:
     @property
     def next_timer(self) -> float | None:
         """When `expire` must be called next, or None."""
-        return self._timers.next_time
+        times = (self._timers.next_time, self._recovery_deadline)
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def _recovery_deadline(self) -> float | None:
+        """When what waits for an executor to come back is given up."""
+        if self._alone_since is None or not self.waiting:
+            return None
+        return self._alone_since + self.limits.recovery_timeout_seconds
 
     def expire(self, now: float) -> list[Sequence]:
         """Ends what is past its deadline or orphaned too long, forgets old results; returns who ended."""
@@ -185,6 +198,18 @@ class SchedulerCore:
             else:
                 self._end(seq, Finish(FinishReason.ABORT), Event.ABORT)
             ended.append(seq)
+        return ended + self._end_unrecovered()
+
+    def _end_unrecovered(self) -> list[Sequence]:
+        """Nothing waits for an executor for ever."""
+        deadline = self._recovery_deadline
+        if deadline is None or self._now < deadline:
+            return []
+        seconds = self.limits.recovery_timeout_seconds
+        message = f"the request could not go on: no executor came back within {seconds:g} seconds; try again"
+        ended = list(self.waiting)
+        for seq in ended:
+            self._end(seq, _error(StatusCode.UNAVAILABLE, message), Event.FAIL)
         return ended
 
     def explain(self, request_id: str, now: float, tenant: str = "") -> dict[int, list[Entry]]:
@@ -203,27 +228,45 @@ class SchedulerCore:
         if executor_id in self.executors:
             raise ValueError(f"executor {executor_id!r} is attached already: detach it first")
         self._now = now
+        self._alone_since = None
         self.executors[executor_id] = ExecutorState(
             executor_id, epoch, capacity, self.limits, self.batching, self._cache_secret
         )
         self.clocks.set(Reason.QUEUED_FOR_STEP, now)
         return self._end_misfits()
 
-    def detach(self, executor_id: str, now: float) -> list[Sequence]:
+    def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Sequence]:
         """The executor is lost: what ran there waits again, before those that never ran, with its ids.
 
-        Returns waiting sequences that ended: none of the executors left can ever hold them.
+        `is_crash`: it may have died of what it was computing. Returns sequences that ended: none of the
+        executors left can ever hold them, or executors die of them, or nothing is to be waited for.
         """
         self._now = now
         state = self.executors[executor_id]
+        guilty = self.inquiry.executor_died(self, state, now) if is_crash else None
         for seq in list(state.running.values()):
             self._leave(state, seq, reason=None, tell_executor=False, keep_blocks=True)
             if not seq.is_padding:
-                self._back_to_waiting(seq, "its executor was lost")
+                self._back_to_waiting(seq, "its executor was lost", recovers=True)
         del self.executors[executor_id]
         if not self.executors:
+            self._alone_since = now
             self.clocks.set(Reason.QUEUED_FOR_EXECUTOR, now)
-        return self._end_misfits()
+        ended = self._end_guilty(guilty) if guilty is not None else []
+        return ended + self._end_misfits() + self._end_unrecovered()
+
+    def _end_guilty(self, name: tuple[str, str]) -> list[Sequence]:
+        """Executors die of this request: all its choices end, and nobody is computed again for them."""
+        message = (
+            f"request {name[1]!r} was stopped: executors died each time they computed it, and the last time "
+            "it was alone; it may meet a defect of the executor"
+        )
+        ended = [
+            seq for seq in self.sequences.values() if name_of(seq) == name and seq.state is not State.FINISHED
+        ]
+        for seq in ended:
+            self._end(seq, _error(StatusCode.INTERNAL, message), Event.FAIL)
+        return ended
 
     def _end_misfits(self) -> list[Sequence]:
         """Ends what waits and is not for any attached executor, so that it holds nobody back for ever.
@@ -274,6 +317,8 @@ class SchedulerCore:
         if state.fault is not None:
             raise state.fault
         if not state.session.can_send:
+            return None
+        if state.is_draining and not self._move_away(state):
             return None
         # Each running sequence takes at most one block a step: with more free ones nobody can be short.
         if state.blocks.num_free < len(state.running) and not self._make_room(state):
@@ -355,16 +400,51 @@ class SchedulerCore:
 
         Who waits and is more important comes before the chunk of a long prompt; who is not, after it.
         """
+        state.look_again_at = None
+        state.num_queued_tokens = 0
+        if not (unfinished or self.waiting):
+            if may_enter:
+                self.clocks.set(Reason.QUEUED_FOR_STEP, self._now)
+            return
         if len(unfinished) > 1:
             self._order(unfinished)
-        for seq in unfinished:
-            if may_enter:
-                self._admit(state, rows, before=seq.request.priority)
-            if rows.budget <= 0:
-                break
+        budget = rows.budget
+        state.num_queued_tokens = sum(seq.num_known_tokens - seq.num_computed_tokens for seq in unfinished)
+        self.pace.begin(state, unfinished, rows, self.waiting, self._now)
+        turn = placement.Turn(self, state) if len(self.executors) > 1 else None
+        alone = self.inquiry.may_enter(self, state, self._now) if self.inquiry and may_enter else None
+        try:
+            for seq in unfinished:
+                if may_enter and alone is None:
+                    self._admit(state, rows, turn, before=seq.request.priority)
+                if rows.budget <= 0:
+                    break
+                self._chunk(seq, rows)
+            if may_enter and alone is None:
+                self._admit(state, rows, turn)
+        finally:
+            if turn is not None:
+                self._end_turn(state, turn)
+        self._admit_alone(state, rows, alone or [])
+        state.num_queued_tokens -= budget - rows.budget
+
+    def _end_turn(self, state: ExecutorState, turn: placement.Turn) -> None:
+        """Who was left to others has its place in the queue again."""
+        for seq in turn.left:
+            self.waiting.unpark(seq)
+        if not state.running:
+            state.look_again_at = turn.look_again_at
+
+    def _chunk(self, seq: Sequence, rows: Rows) -> None:
+        """Gives `seq` of its uncomputed tokens what the budget allows."""
+        if not seq.is_recovering:
             rows.chunk(seq, rows.budget)
-        if may_enter:
-            self._admit(state, rows)
+            return
+        limit = min(rows.budget, rows.recompute_budget) if rows.others_wait else rows.budget
+        if limit > 0:
+            before = rows.budget
+            rows.chunk(seq, limit)
+            rows.recompute_budget -= before - rows.budget
 
     def _order(self, unfinished: list[Sequence]) -> None:
         match self.limits.policy:
@@ -375,19 +455,23 @@ class SchedulerCore:
             case Policy.DEADLINE:
                 unfinished.sort(key=lambda seq: (seq.request.priority, seq.latest_start))
 
-    def _admit(self, state: ExecutorState, rows: Rows, before: float = math.inf) -> None:
+    def _admit(
+        self, state: ExecutorState, rows: Rows, turn: placement.Turn | None, before: float = math.inf
+    ) -> None:
         """Lets the waiting enter, in their order, while seats, blocks and tokens last.
 
         Only those of a better importance class than `before`.
 
         The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
         for ever. Two are passed over, since they wait for something of their own: a tenant at its own limit,
-        and who waits for a prefix that is just being computed. A request-level batch is filled at once,
-        whatever the token budget: it will not open again.
+        and who waits for a prefix that is just being computed. With several executors (`turn`) so are those
+        that another one would start sooner, or that are too long for this one. A request-level batch is
+        filled at once, whatever the token budget: it will not open again.
         """
         fills_at_once = self.batching is not Batching.ITERATION
-        while True:
-            seq = state.made_way_for or self.waiting.peek(self._now)
+        while turn is None or not turn.is_over:
+            may_be_left = state.made_way_for is None
+            seq = state.made_way_for or self.pace.next(rows, self.waiting, self._now)
             if seq is not None and seq.request.priority >= before:
                 return
             state.made_way_for = None
@@ -398,18 +482,41 @@ class SchedulerCore:
             if reason is not None or seq is None:
                 self.clocks.set(reason or Reason.QUEUED_FOR_STEP, self._now)
                 return
-            found = entrance.find(self, state, seq, follows=not fills_at_once)
-            if found is None:
-                return  # hashing goes on in the next step
-            match found:
-                case entrance.PassedOver(own_reason, detail):
-                    if seq.time_line is not None:
-                        seq.time_line.wait(self._now, self.clocks, step_id=0, detail=detail, own=own_reason)
-                case entrance.Blocked():
-                    self.clocks.set(Reason.QUEUED_FOR_BLOCKS, self._now)
-                    return
-                case entrance.Fits(matched):
+            if not self._try(state, seq, rows, turn if may_be_left else None, follows=not fills_at_once):
+                return
+
+    def _try(
+        self, state: ExecutorState, seq: Sequence, rows: Rows, turn: placement.Turn | None, *, follows: bool
+    ) -> bool:
+        """Lets `seq` enter, or passes it over; False when those behind it must wait as well."""
+        if turn is not None and turn.is_too_long(seq):
+            self.waiting.park(seq)
+            return True
+        match entrance.find(self, state, seq, follows=follows):
+            case None:
+                return False  # hashing goes on in the next step
+            case entrance.PassedOver(own_reason, detail):
+                if seq.time_line is not None:
+                    seq.time_line.wait(self._now, self.clocks, step_id=0, detail=detail, own=own_reason)
+            case entrance.Blocked():
+                self.clocks.set(Reason.QUEUED_FOR_BLOCKS, self._now)
+                return False
+            case entrance.Fits(matched):
+                num_cached_tokens = len(matched) * state.blocks.block_size
+                if turn is not None and turn.leaves(seq, num_cached_tokens, self._now):
+                    self.waiting.park(seq)
+                else:
                     self._place(state, seq, matched, rows)
+        return True
+
+    def _admit_alone(self, state: ExecutorState, rows: Rows, alone: list[Sequence]) -> None:
+        """Lets these enter and nobody else: executors have died, and one of them may be the reason."""
+        for seq in alone:
+            if entrance.obstacle(state, seq, has_budget=rows.budget > 0) is not None:
+                return
+            found = entrance.find(self, state, seq, follows=False)
+            if isinstance(found, entrance.Fits) and seq.max_len <= state.max_total_tokens:
+                self._place(state, seq, found.matched, rows)
 
     def _put_behind(self, seq: Sequence) -> None:
         """`seq` is too late to be done in time, as far as anybody can tell: those who are not go first.
@@ -442,9 +549,11 @@ class SchedulerCore:
         state.cache.begin(seq, len(matched))
         self.drain_rate.observe(self._now)
         num_new = len(seq.token_ids) - num_cached_tokens
+        state.num_queued_tokens += num_new
+        self.pace.seated(seq)
         self._note(seq, Reason.PREFILL, state, f"{num_new} tokens, {num_cached_tokens} cached")
         if rows.budget > 0:
-            rows.chunk(seq, rows.budget)
+            self._chunk(seq, rows)
 
     def _enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], rows: Rows) -> None:
         """Gives `seq` a seat under a new seq_id. Plans are kept for resending, so they get copies."""
@@ -495,7 +604,9 @@ class SchedulerCore:
         state.left = []
         state.has_ghosts = False
         session.sent(plan)
-        self.counters.scheduled_tokens += sum(rows.num_tokens)
+        num_tokens = sum(rows.num_tokens)
+        state.clock.sent(state.step_time.predict_us(num_tokens), self._now)
+        self.counters.scheduled_tokens += num_tokens
         return plan
 
     # --- one iteration: the result -----------------------------------------------------------------------
@@ -513,9 +624,11 @@ class SchedulerCore:
         if plan is None:
             return outcome
         self.counters.steps += 1
+        state.clock.answered(now)
         if result.total_us and plan.rows:
             state.step_time.observe(sum(plan.num_tokens), result.total_us)
         state.is_draining = result.draining
+        state.leaves_at = now + result.seconds_to_leave
         state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us
         rows = plan.rows
         if result.seq_ids != plan.seq_ids or result.num_sampled != plan.num_samples:
@@ -525,6 +638,12 @@ class SchedulerCore:
         self._end_unfit(self._take_prompt_logprobs(plan, result, outcome.progressed), "a prompt", outcome)
         self._end_unfit(self._append_tokens(rows, result, outcome.progressed), "a token", outcome)
         self._register_blocks(state, plan, result)
+        if self.inquiry:
+            self.inquiry.stepped(self, rows)
+        self._apply_ends(state, result, outcome)
+        return outcome
+
+    def _apply_ends(self, state: ExecutorState, result: StepResult, outcome: Outcome) -> None:
         for finished in result.finished:
             seq = state.running.get(finished.seq_id)
             if seq is not None:
@@ -537,7 +656,6 @@ class SchedulerCore:
                 self._end(seq, _error(error.status_code, error.message), Event.FAIL)
                 outcome.ended.append(seq)
             state.has_ghosts = True
-        return outcome
 
     def _end_unfit(self, unfit: list[Sequence], what: str, outcome: Outcome) -> None:
         message = f"the executor gave {what} without the log-probabilities that were asked for"
@@ -645,6 +763,12 @@ class SchedulerCore:
         head = self.waiting.peek(self._now) if least is not None else None
         if head is None or least is None or head.request.priority >= least:
             return True
+        if head.max_len > state.max_total_tokens or any(
+            placement.could_take(other, head) for other in self.executors.values() if other is not state
+        ):
+            return True  # another executor has room for it
+        if self.inquiry and self.inquiry.may_enter(self, state, self._now) is not None:
+            return True  # it could not enter
         chosen = entrance.who_makes_way(self, state, head)
         if chosen and state.session.num_unanswered:
             return False
@@ -653,6 +777,16 @@ class SchedulerCore:
             seq.num_displacements += 1
             self._preempt(state, seq, f"made way for {head.request.request_id}")
             state.made_way_for = head  # though what was given back may let another one come before it
+        return True
+
+    def _move_away(self, state: ExecutorState) -> bool:
+        """Gives those that it will not finish to the others; False when results must come in first."""
+        movers = draining.who_must_move(self, state, self._now)
+        if movers and state.session.num_unanswered:
+            return False
+        for seq in movers:
+            seq.is_recovering = True
+            self._preempt(state, seq, "its executor is going away")
         return True
 
     def _preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:
@@ -664,8 +798,9 @@ class SchedulerCore:
             if padding.is_all_padding(state):
                 self._drop_padding(state)
 
-    def _back_to_waiting(self, seq: Sequence, why: str) -> None:
+    def _back_to_waiting(self, seq: Sequence, why: str, *, recovers: bool = False) -> None:
         seq.move(Event.PREEMPT)
+        seq.is_recovering |= recovers
         seq.give_up_seat()
         seq.forget_computed()
         seq.waiting_since = self._now
@@ -676,10 +811,12 @@ class SchedulerCore:
     def _wait(self, seq: Sequence) -> None:
         seq.latest_start = entrance.latest_start(self, seq)
         self.waiting.push(seq)
+        if self.inquiry:
+            self.inquiry.began_to_wait(self, seq)
 
     def _look_again(self, followers: list[Sequence]) -> None:
         for seq in followers:
-            if self.waiting.unpark(seq) and seq.time_line is not None:
+            if not self.inquiry.holds(seq) and self.waiting.unpark(seq) and seq.time_line is not None:
                 seq.time_line.wait(self._now, self.clocks, step_id=0, detail="its beginning is there")
 
     # --- ends --------------------------------------------------------------------------------------------
@@ -697,6 +834,8 @@ class SchedulerCore:
         seq.forget_at = self._now + self.limits.result_keep_seconds
         self.tenants.left(seq.tenant)
         self._timers.watch(seq, len(self.sequences))
+        if self.inquiry and not seq.is_padding:
+            self.inquiry.ended(self, seq)
         if seq.time_line is not None:
             seq.time_line.close(self._now, self.clocks)
             request = seq.request
@@ -752,6 +891,7 @@ class SchedulerCore:
 
     def _note(self, seq: Sequence, reason: Reason, state: ExecutorState, detail: str) -> None:
         seq.is_prefilling = reason is Reason.PREFILL
+        seq.is_recovering &= seq.is_prefilling
         if seq.time_line is not None:
             step_id = state.session.last_step_id + (reason is Reason.PREFILL)
             seq.time_line.run(reason, self._now, self.clocks, step_id=step_id, detail=detail)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import structlog
@@ -33,6 +34,10 @@ class HeldError(Exception):
         super().__init__(message)
         self.holder = holder
         self.term = term
+
+
+class LeftError(Exception):
+    """The executor went away on purpose, with nothing left to do: it will not come back with this epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +124,12 @@ class ExecuteStream:
 def _meaning(error: grpc.aio.AioRpcError, tls: Tls | None) -> Exception:
     details = error.details() or ""
     text = explained(details, tls) or f"{error.code().name}: {details}"
+    trailers: dict[str, Any] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]  # pairs
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-        trailers: dict[str, str] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]  # pairs
         holder, term = trailers.get("chairlift-scheduler-id", ""), trailers.get("chairlift-term", "")
         return HeldError(text, holder, int(term) if term.isdecimal() else 0)
     if error.code() in {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS}:
         return EpochLostError(text)
+    if "chairlift-leaving" in trailers:
+        return LeftError(text)
     return ExecutorUnreachableError(text)

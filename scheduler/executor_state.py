@@ -12,6 +12,7 @@ from scheduler.plan import Capacity, Leaver
 from scheduler.policy import Limits
 from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence
+from scheduler.step_clock import StepClock
 from scheduler.step_time import StepTimeModel
 
 
@@ -23,17 +24,22 @@ class ExecutorState:
         "blocks",
         "cache",
         "capacity",
+        "clock",
         "entering",
         "executor_id",
         "fault",
         "has_ghosts",
+        "is_away",
         "is_draining",
         "is_hashing",
+        "leaves_at",
         "left",
+        "look_again_at",
         "made_way_for",
         "max_num_batched_tokens",
         "max_num_seqs",
         "next_seq_id",
+        "num_queued_tokens",
         "num_running_of",
         "previous_idle_us",
         "previous_step_us",
@@ -73,6 +79,7 @@ class ExecutorState:
         )
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()
+        self.clock = StepClock()
         self.running: dict[int, Sequence] = {}  # by seq_id, in order of admission
         self.num_running_of: dict[int, int] = {}  # by importance class
         self.too_full_for: Sequence | None = None  # the head that found no room: nothing has left since
@@ -82,6 +89,10 @@ class ExecutorState:
         self.left: list[Leaver] = []  # since the last plan, for those who watch
         self.next_seq_id = 1
         self.is_draining = False
+        self.leaves_at = 0.0  # while it drains: when it goes at the latest
+        self.is_away = False  # its stream is broken: it may come back with the same epoch
+        self.num_queued_tokens = 0  # known and not computed, of those who run, beyond the plans made so far
+        self.look_again_at: float | None = None  # it is idle, and left somebody to another one
         self.to_register: deque[tuple[Sequence, int, int]] = deque()  # full blocks still to be made known
         self.made_way_for: Sequence | None = None  # who enters first in this plan
         self.fault: BlockError | None = None  # blocks and holders disagree: the epoch must end

@@ -6,8 +6,11 @@ one arrives. The clock is read here and nowhere below.
 """
 
 import asyncio
+import contextlib
+import random
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import structlog
 
@@ -15,7 +18,7 @@ from protos.v1 import router_pb2
 from rpc.address import Address
 from rpc.channel import MAX_RECONNECT_SECONDS
 from rpc.tls import Tls
-from scheduler import audit, wire
+from scheduler import audit, identity, wire
 from scheduler.blocks import BlockError
 from scheduler.core import SchedulerCore
 from scheduler.executor_client import (
@@ -24,21 +27,45 @@ from scheduler.executor_client import (
     ExecutorClient,
     ExecutorUnreachableError,
     HeldError,
+    LeftError,
     Opened,
 )
 from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.router_session import RouterSession, touch
-from scheduler.sequence import FinishReason, Sequence
+from scheduler.sequence import FinishReason, Sequence, State
 
 _log = structlog.get_logger()
 RETRY_SECONDS = 0.2
+MAX_RETRY_SECONDS = 1.0
+STEP_TIMEOUT_SECONDS = 10.0
+# A result may be here and not be read yet, when it was this process that stood still.
+_READING_SECONDS = 0.25
+_MIN_LOOK_SECONDS = 0.005
+_TWIN_GONE_LOOKS = 5
 AUDIT_STEPS = 1024
 RESOLVE_SECONDS = 1.0
 # A stream that lived longer than any attempt to connect was a connection, even if it brought nothing.
 HELD_SECONDS = 2.0 * MAX_RECONNECT_SECONDS
 MAX_SUMMARIES_PENDING = 256
 NO_EXECUTOR_YET = "no executor is attached yet"
+
+
+class StepLateError(Exception):
+    """A step takes far longer than it should: the executor hangs, or stands still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why an epoch is over; `is_crash`: the executor may have died of what it computed."""
+
+    reason: str
+    is_crash: bool = False
+
+
+def _backoff(attempt: int) -> float:
+    """Seconds until the next attempt; with jitter, so that many do not ask at once."""
+    return min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2.0 ** min(attempt, 8)) * random.uniform(0.5, 1.0)  # noqa: S311
 
 
 class Watcher:
@@ -72,6 +99,7 @@ class SchedulerLoop:
         self.core = core
         self.watchers: set[Watcher] = set()
         self.capacity: Capacity | None = None  # of the newest executor; kept when it is lost
+        self.num_models = 0  # how often the model has changed: routers must be welcomed anew
         self.term = 0
         self.last_step_id = 0
         self.is_serving = False
@@ -160,11 +188,42 @@ class SchedulerLoop:
         self._deliver_ended(self.core.attach(executor_id, opened.epoch, opened.capacity, self.now()))
         self._update_serving()
 
-    def executor_lost(self, executor_id: str, reason: str) -> None:
+    def refusal_of(self, executor_id: str, capacity: Capacity) -> str | None:
+        """Why an executor that was opened cannot be attached, as a sentence.
+
+        Beside others it must serve their model, with their numbers. Alone it may bring another model, once
+        nobody is left who was promised the earlier one.
+        """
+        told = self.capacity
+        if told is None:
+            return None
+        model, numbers = identity.other_model(told, capacity), identity.other_numbers(told, capacity)
+        difference = model or numbers
+        if difference is None:
+            return None
+        if self.core.executors:
+            return f"the executor at {executor_id} does not fit the others: {difference}"
+        if model is not None and any(seq.state is not State.FINISHED for seq in self.core.sequences.values()):
+            return (
+                f"the executor at {executor_id} serves another model than the requests were begun with: "
+                f"{model}; it is taken in when they have ended"
+            )
+        _log.warning("another_model", executor=executor_id, difference=difference)
+        self.num_models += 1
+        return None
+
+    def twin_of(self, executor_id: str, instance_id: str) -> str | None:
+        """Another address under which the same process is attached already."""
+        for other_id, state in self.core.executors.items():
+            if instance_id and other_id != executor_id and state.capacity.instance_id == instance_id:
+                return other_id
+        return None
+
+    def executor_lost(self, executor_id: str, loss: Loss) -> None:
         """Its epoch is over: what ran there waits again."""
         del self._executor_wakes[executor_id]
-        self._deliver_ended(self.core.detach(executor_id, self.now()))
-        self.executor_missing(executor_id, reason)
+        self._deliver_ended(self.core.detach(executor_id, self.now(), is_crash=loss.is_crash))
+        self.executor_missing(executor_id, loss.reason)
         self.queue_changed()
 
     def executor_missing(self, executor_id: str, reason: str) -> None:
@@ -198,28 +257,78 @@ class SchedulerLoop:
         draining = [f"the executor at {executor_id} is draining" for executor_id in self.core.executors]
         return "; ".join([*draining, *self._missing.values()]) or NO_EXECUTOR_YET
 
-    async def drive(self, executor_id: str, stream: ExecuteStream, wake: asyncio.Event) -> None:
-        """Sends plans and applies results until the stream ends; raises why it ended."""
+    async def drive(
+        self, executor_id: str, stream: ExecuteStream, wake: asyncio.Event, *, step_timeout_seconds: float
+    ) -> None:
+        """Sends plans and applies results until the stream ends; raises why it ended.
+
+        A step that takes longer than `step_timeout_seconds`, and than 20 times what was predicted for it,
+        ends the stream with StepLateError.
+        """
+        state = self.core.executors[executor_id]
+        state.is_away = False
+        state.clock.resumed(self.now())
         results = asyncio.ensure_future(self._apply_results(executor_id, stream, wake))
         results.add_done_callback(lambda _: wake.set())
+        watch = asyncio.ensure_future(self._watch_steps(executor_id, step_timeout_seconds))
+        # A writer that is held up by an executor that takes nothing must be freed as well.
+        watch.add_done_callback(lambda _: stream.cancel())
         try:
-            for unanswered in self.core.executors[executor_id].session.resend():
+            for unanswered in state.session.resend():
                 await stream.send(wire.plan_message(unanswered))
             while not results.done():
                 wake.clear()
                 await self._send_plans(executor_id, stream)
-                await wake.wait()
-            results.result()
+                with self._waking_at(state.look_again_at, wake):
+                    await wake.wait()
+            if not watch.done():
+                results.result()
+            watch.result()
         except ExecutorUnreachableError:
+            if watch.done():
+                watch.result()
             # The writer only sees that the call is over; the reader knows its status.
             await asyncio.wait([results], timeout=1)
             if results.done():
                 results.result()
             raise
         finally:
+            state.is_away = True
             stream.cancel()
-            results.cancel()
-            await asyncio.gather(results, return_exceptions=True)
+            for task in (results, watch):
+                task.cancel()
+            await asyncio.gather(results, watch, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _waking_at(self, when: float | None, wake: asyncio.Event) -> Iterator[None]:
+        """Sets `wake` at that time, unless the block has been left."""
+        if when is None:
+            yield
+            return
+        when = max(when, self.now() + _MIN_LOOK_SECONDS)
+        timer = asyncio.get_running_loop().call_at(when, wake.set)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    async def _watch_steps(self, executor_id: str, least_seconds: float) -> None:
+        """Raises StepLateError when a step is late."""
+        state = self.core.executors[executor_id]
+        while True:
+            late_at = state.clock.late_at(least_seconds)
+            if late_at is None:  # what is sent from now on cannot be late before that
+                await asyncio.sleep(least_seconds)
+            elif self.now() < late_at:
+                await asyncio.sleep(late_at - self.now())
+            else:
+                step_id = state.session.unanswered[0].step_id
+                await asyncio.sleep(_READING_SECONDS)
+                if state.session.unanswered and state.session.unanswered[0].step_id == step_id:
+                    raise StepLateError(
+                        f"step {step_id} has not answered within "
+                        f"{late_at - state.clock.began:.1f} seconds: the executor hangs"
+                    )
 
     async def _send_plans(self, executor_id: str, stream: ExecuteStream) -> None:
         state = self.core.executors[executor_id]
@@ -237,6 +346,12 @@ class SchedulerLoop:
             else:
                 break
         audit.check_idle(state)
+
+    def _wake_idle(self) -> None:
+        """Somebody waits, and something has just come free: an executor with nothing to do may take it."""
+        for executor_id, state in self.core.executors.items():
+            if not state.running:
+                self._executor_wakes[executor_id].set()
 
     def _tell_watchers(self, executor_id: str, plan: BatchPlan, num_plan_bytes: int) -> None:
         summary = wire.step_summary(self.core.executors[executor_id], plan, self.now())
@@ -256,6 +371,8 @@ class SchedulerLoop:
             wake.set()
             if result.draining != was_draining:
                 self._update_serving()
+            if self.core.waiting:
+                self._wake_idle()
             if outcome.ended:
                 self._timer_wake.set()  # their results are kept for a while only
 
@@ -315,6 +432,7 @@ class ExecutorLoop:
         scheduler_id: str,
         reattach_seconds: float,
         max_message_bytes: int,
+        step_timeout_seconds: float = STEP_TIMEOUT_SECONDS,
         tls: Tls | None = None,
         term: int = 0,
         on_held: Callable[[str, int], None] | None = None,
@@ -323,6 +441,8 @@ class ExecutorLoop:
         self._loop = loop
         self._term = term
         self._on_held = on_held
+        self._step_timeout_seconds = step_timeout_seconds
+        self._num_late = 0  # epochs in a row that ended with their first step late
         self._address = address
         self._scheduler_id = scheduler_id
         self._reattach_seconds = reattach_seconds
@@ -339,7 +459,7 @@ class ExecutorLoop:
         log = _log.bind(executor=executor_id)
         try:
             while True:
-                opened = await self._open(executor_id)
+                opened = await self._open_fitting(executor_id)
                 wake = asyncio.Event()
                 self._loop.executor_attached(executor_id, opened, wake)
                 capacity = opened.capacity
@@ -352,12 +472,12 @@ class ExecutorLoop:
                     max_num_batched_tokens=capacity.max_num_batched_tokens,
                     row_invariant=capacity.row_invariant,
                 )
-                reason = "the scheduler is shutting down"
+                loss = Loss("the scheduler is shutting down")
                 try:
-                    reason = await self._drive_epoch(executor_id, wake)
+                    loss = await self._drive_epoch(executor_id, wake)
                 finally:
-                    self._loop.executor_lost(executor_id, reason)
-                log.warning("executor_lost", reason=reason)
+                    self._loop.executor_lost(executor_id, loss)
+                log.warning("executor_lost", reason=loss.reason, is_crash=loss.is_crash)
                 # Not at once: an executor that breaks every epoch must not spin, and a scheduler that has
                 # just taken it over needs a moment to open its stream, by which it holds the executor.
                 await asyncio.sleep(RETRY_SECONDS)
@@ -365,40 +485,74 @@ class ExecutorLoop:
             self._loop.executor_given_up(executor_id)
             await self._client.close()
 
+    async def _open_fitting(self, executor_id: str) -> Opened:
+        """Opens the executor until it is one that may be attached."""
+        attempt = 0
+        while True:
+            opened = await self._open(executor_id)
+            twin = self._loop.twin_of(executor_id, opened.capacity.instance_id)
+            if twin is not None:
+                self._loop.executor_missing(executor_id, f"{executor_id} is the same executor as {twin}")
+                await self._until_gone(twin)
+                continue
+            refusal = self._loop.refusal_of(executor_id, opened.capacity)
+            if refusal is None:
+                return opened
+            self._loop.executor_missing(executor_id, refusal)
+            await asyncio.sleep(_backoff(attempt))
+            attempt += 1
+
+    async def _until_gone(self, executor_id: str) -> None:
+        """Returns when that executor was not attached for a while: opening its twin would end its epoch."""
+        num_looks = 0
+        while num_looks < _TWIN_GONE_LOOKS:
+            await asyncio.sleep(MAX_RETRY_SECONDS)
+            num_looks = 0 if executor_id in self._loop.core.executors else num_looks + 1
+
     async def _open(self, executor_id: str) -> Opened:
+        attempt = 0
         while True:
             try:
                 return await self._client.open(self._scheduler_id, self._term)
-            except ExecutorUnreachableError as error:
+            except (ExecutorUnreachableError, LeftError) as error:
                 reason = f"waiting for an executor at {executor_id} ({error})"
             except (HeldError, EpochLostError) as error:
                 self._tell_held(error)
                 # Asking again takes nothing from the holder: it is granted only when the holder has gone.
                 reason = f"the executor at {executor_id} belongs to another scheduler ({error})"
             self._loop.executor_missing(executor_id, reason)
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(_backoff(attempt))
+            attempt += 1
 
     def _tell_held(self, error: Exception) -> None:
         if isinstance(error, HeldError) and self._on_held is not None:
             self._on_held(error.holder, error.term)
 
-    async def _drive_epoch(self, executor_id: str, wake: asyncio.Event) -> str:
+    async def _drive_epoch(self, executor_id: str, wake: asyncio.Event) -> Loss:
         """Drives one epoch over as many streams as it takes; returns why it is over."""
         broken_since: float | None = None
-        session = self._loop.core.executors[executor_id].session
+        state = self._loop.core.executors[executor_id]
+        session = state.session
+        # An executor whose first steps are slow, and nobody knows how slow yet, is given more time each time.
+        step_timeout_seconds = self._step_timeout_seconds * 2.0 ** min(self._num_late, 8)
         while True:
             acked = session.acked_step_id
             started = self._loop.now()
             try:
-                await self._loop.drive(executor_id, self._client.execute(), wake)
-            except (EpochLostError, HeldError) as error:
+                await self._loop.drive(
+                    executor_id, self._client.execute(), wake, step_timeout_seconds=step_timeout_seconds
+                )
+            except (HeldError, EpochLostError, LeftError) as error:
                 self._tell_held(error)
-                return str(error)
+                return Loss(str(error), is_crash=isinstance(error, EpochLostError))
+            except StepLateError as error:
+                self._num_late = 0 if session.acked_step_id else self._num_late + 1
+                return Loss(f"the executor at {executor_id} is given up: {error}", is_crash=True)
             except (SessionBrokenError, BlockError) as error:
                 self._loop.core.counters.audits_failed += isinstance(error, BlockError)
                 books = audit.describe(self._loop.core.executors[executor_id])
                 _log.error("epoch_given_up", executor=executor_id, error=str(error), **books)
-                return f"the epoch of the executor at {executor_id} was given up: {error}"
+                return Loss(f"the epoch of the executor at {executor_id} was given up: {error}")
             except ExecutorUnreachableError as error:
                 now = self._loop.now()
                 has_worked = session.acked_step_id > acked or now - started > max(
@@ -407,9 +561,10 @@ class ExecutorLoop:
                 if has_worked or broken_since is None:
                     broken_since = now
                     _log.warning("executor_stream_broken", executor=executor_id, error=str(error))
-                if now - broken_since >= self._reattach_seconds:
-                    return f"the executor at {executor_id} is gone ({error})"
-            await asyncio.sleep(RETRY_SECONDS / 4)
+                if state.is_draining or now - broken_since >= self._reattach_seconds:
+                    reason = f"the executor at {executor_id} is gone ({error})"
+                    return Loss(reason, is_crash=not state.is_draining)
+            await asyncio.sleep(_backoff(0) / 4)
 
 
 class ExecutorDirectory:

@@ -107,5 +107,6 @@ class StepResult:
     finished: list[FinishedSequence] = field(default_factory=list)
     errors: list[SequenceError] = field(default_factory=list)
     draining: bool = False
+    seconds_to_leave: float = 0.0  # with draining; 0 is not told
     total_us: int = 0
     idle_us: int = 0

@@ -55,6 +55,7 @@ class Limits:
     max_queued_tokens: int | None = None  # prompt tokens of all that wait
     tenants: dict[str, TenantLimits] = field(default_factory=dict)
     default_tenant: TenantLimits = field(default_factory=TenantLimits)
+    recovery_timeout_seconds: float = 60.0  # how long everything waits when no executor is left
     orphan_grace_seconds: float = 10.0
     result_keep_seconds: float = 60.0
 

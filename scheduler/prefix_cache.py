@@ -52,6 +52,7 @@ class PrefixCache:
 
         None when its keys are not all made yet: a very long prompt is hashed in slices, one a step.
         """
+        self._take_up(seq)
         found: list[int] = []
         usable = seq.max_cached_tokens // self._blocks.block_size if self._is_on else 0
         limit = len(seq.block_keys) + MAX_KEYS_AT_ONCE
@@ -73,6 +74,7 @@ class PrefixCache:
         """
         if not self._computing or num_matched >= seq.max_cached_tokens // self._blocks.block_size:
             return None
+        self._take_up(seq)
         self._make_keys(seq, num_matched + 1)
         return self._computing.get(seq.block_keys[num_matched])
 
@@ -87,6 +89,7 @@ class PrefixCache:
 
     def begin(self, seq: Sequence, num_matched: int) -> None:
         """`seq` was admitted; its first blocks were found here."""
+        self._take_up(seq)
         seq.num_registered_blocks = num_matched
         self._announce(seq)
 
@@ -128,6 +131,16 @@ class PrefixCache:
             del self._computing[seq.block_keys[index]]
 
     # --- keys --------------------------------------------------------------------------------------------
+
+    def _take_up(self, seq: Sequence) -> None:
+        """`seq` waits, and another executor may have looked at it, whose blocks are longer or shorter."""
+        size = self._blocks.block_size
+        if seq.keys_block_size == size:
+            return
+        if seq.block_keys:
+            others = seq.other_block_keys = seq.other_block_keys or {}
+            others[seq.keys_block_size], seq.block_keys = seq.block_keys, others.pop(size, [])
+        seq.keys_block_size = size
 
     def _make_keys(self, seq: Sequence, count: int) -> None:
         keys = seq.block_keys

@@ -16,14 +16,18 @@ class Rows:
         "num_new_blocks",
         "num_samples",
         "num_tokens",
+        "others_wait",
         "outgrown",
         "positions_sum",
+        "recompute_budget",
         "rows",
         "seq_ids",
     )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.recompute_budget = budget  # of it, for those that were lost with their executor
+        self.others_wait = False  # who would have the rest of it
         self.rows: list[Sequence] = []
         self.seq_ids: list[int] = []
         self.num_tokens: list[int] = []

@@ -145,9 +145,12 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_slots: int = 0  # tokens the block table has room for
     block_keys: list[bytes] = field(default_factory=list)  # names of its full blocks' content, as far as made
+    keys_block_size: int = 0  # of the blocks that they name
+    other_block_keys: dict[int, list[bytes]] | None = None  # the same, by other block sizes
     num_registered_blocks: int = 0  # of its block table, from the start: found or made known in the index
     followers: list["Follower"] = field(default_factory=list)  # who waits for blocks that it computes
     has_started: bool = False  # was admitted at least once
+    is_recovering: bool = False  # its executor was lost or drained, and it has won no token since
     num_tokens_at_admission: int = 0
     num_preemptions: int = 0  # for lack of blocks
     num_displacements: int = 0  # for somebody more important

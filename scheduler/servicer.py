@@ -51,6 +51,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             end = RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except _SteppedDownError:
             end = RequestError(grpc.StatusCode.UNAVAILABLE, self._loop.standing_by or "another one leads")
+        except _ModelChangedError:
+            message = "the executors serve another model now; connect again to be told"
+            end = RequestError(grpc.StatusCode.UNAVAILABLE, message)
         except TimeoutError:
             log.warning("router_stalled", seconds=self._router_stall_seconds)
             message = f"nothing was taken for {self._router_stall_seconds:g} seconds"
@@ -99,6 +102,10 @@ class _SteppedDownError(Exception):
     """This scheduler leads no longer: what was begun on the stream goes on elsewhere."""
 
 
+class _ModelChangedError(Exception):
+    """What the router was told when it was welcomed does not hold any more."""
+
+
 class _RouterStream:
     """One Connect call: its session, and when to look at it again."""
 
@@ -111,6 +118,7 @@ class _RouterStream:
         self._told: tuple[bool, str] | None = None
         self._is_welcomed = False
         self._num_step_downs = loop.num_step_downs
+        self._num_models = 0  # as of the welcome
         loop.join(session, self._wake)
 
     def close(self) -> None:
@@ -228,6 +236,8 @@ class _RouterStream:
             self._wake.clear()
             if self._is_over:
                 raise _SteppedDownError
+            if self._is_welcomed and self._num_models != self._loop.num_models:
+                raise _ModelChangedError
             for message in self._status_messages():
                 await self._send(context, message, stall_seconds)
             while (output := self.session.take(self._loop.now())) is not None:
@@ -252,7 +262,7 @@ class _RouterStream:
         messages = []
         if not self._is_welcomed and loop.is_serving and loop.capacity is not None:
             self._is_welcomed = True
-            self._num_step_downs = loop.num_step_downs
+            self._num_step_downs, self._num_models = loop.num_step_downs, loop.num_models
             core = loop.core
             messages.append(
                 wire.welcome_message(

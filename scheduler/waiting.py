@@ -7,6 +7,9 @@ for every `aging_seconds` that its oldest member has waited, so that nothing sta
              └─ tenant b ─ heap of its sequences      turn it is: `fcfs`, `deadline`: the best head;
     class 5 ─── tenant a ─ …                          `fair`: the least served tenant's head
 
+Those whose executor was lost or drained stand in classes of their own, each before the one of its importance:
+so their recovery can be paced (`recovery`).
+
 All heaps delete lazily: entering and leaving cost O(log n), giving up while waiting O(1), and the stale entry
 is swept out when it comes up. So neither a step nor a cancel depends on how many wait. Pure.
 """
@@ -39,6 +42,7 @@ class _Class:
     """The waiting sequences of one importance class."""
 
     priority: int
+    is_recovering: bool
     heaps: dict[Tenant, list[tuple[Key, int, Sequence]]] = field(default_factory=dict)
     ready: list[tuple[Rank, int, Tenant]] = field(default_factory=list)
     ready_entry: dict[Tenant, int] = field(default_factory=dict)  # the one entry of `ready` that counts
@@ -52,7 +56,7 @@ class WaitingQueue:
     def __init__(self, policy: Policy = Policy.FCFS, aging_seconds: float | None = None) -> None:
         self._policy = policy
         self._aging_seconds = aging_seconds
-        self._classes: dict[int, _Class] = {}
+        self._classes: dict[tuple[int, bool], _Class] = {}
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
         self._next_entry = 0
         self._aside: dict[Tenant, None] = {}  # tenants at a limit of their own
@@ -118,7 +122,10 @@ class WaitingQueue:
     def _add_entry(self, seq: Sequence) -> None:
         self._next_entry += 1
         self._entry_of[seq] = self._next_entry
-        of_class = self._classes.setdefault(seq.request.priority, _Class(seq.request.priority))
+        name = (seq.request.priority, seq.is_recovering)
+        of_class = self._classes.get(name)
+        if of_class is None:
+            of_class = self._classes[name] = _Class(*name)
         heap = of_class.heaps.setdefault(seq.tenant, [])
         heapq.heappush(heap, (self._key(seq), self._next_entry, seq))
         heapq.heappush(of_class.oldest, (seq.waiting_since, self._next_entry, seq))
@@ -134,15 +141,18 @@ class WaitingQueue:
 
     # --- who is next -------------------------------------------------------------------------------------
 
-    def peek(self, now: float) -> Sequence | None:
-        """Who is served next, or None."""
-        best: tuple[float, int] | None = None
+    def peek(self, now: float, *, but_recovering: bool = False) -> Sequence | None:
+        """Who is served next, or None; `but_recovering`: among those that did not lose their executor."""
+        best: tuple[float, int, bool] | None = None
         head: Sequence | None = None
         for of_class in list(self._classes.values()):
+            if but_recovering and of_class.is_recovering:
+                continue
             candidate = self._head(of_class)
             if candidate is None:
                 continue
-            rank = (of_class.priority - self._boost(of_class, now), of_class.priority)
+            priority = of_class.priority
+            rank = (priority - self._boost(of_class, now), priority, not of_class.is_recovering)
             if best is None or rank < best:
                 best, head = rank, candidate
         return head
@@ -178,7 +188,7 @@ class WaitingQueue:
                 continue
             return heap[0][2]
         if not of_class.heaps:
-            del self._classes[of_class.priority]
+            del self._classes[of_class.priority, of_class.is_recovering]
         return None
 
     def _rank(self, tenant: Tenant, heap: list[tuple[Key, int, Sequence]]) -> Rank:

@@ -148,6 +148,7 @@ def result_of(message: executor_pb2.StepResult) -> StepResult:
             for item in message.errors
         ],
         draining=message.draining,
+        seconds_to_leave=message.leaves_in_ms / 1000,
         total_us=message.timings.total_us,
         idle_us=message.timings.idle_us,
     )

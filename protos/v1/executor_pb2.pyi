@@ -381,6 +381,7 @@ class StepResult(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LEAVES_IN_MS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
@@ -389,6 +390,8 @@ class StepResult(_message.Message):
     """As in the plan."""
     draining: _builtins.bool
     """The executor wants to leave: admit nothing more here."""
+    leaves_in_ms: _builtins.int
+    """With `draining`: milliseconds until it leaves whatever still runs. 0: it does not say."""
     @_builtins.property
     def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows that ran, in the plan's order."""
@@ -433,12 +436,13 @@ class StepResult(_message.Message):
         finished: _abc.Iterable[Global___FinishedSequence] | None = ...,
         errors: _abc.Iterable[Global___SequenceError] | None = ...,
         draining: _builtins.bool = ...,
+        leaves_in_ms: _builtins.int = ...,
         timings: Global___StepTimings | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "errors", b"errors", "finished", b"finished", "logprobs", b"logprobs", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "seq_ids", b"seq_ids", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "errors", b"errors", "finished", b"finished", "leaves_in_ms", b"leaves_in_ms", "logprobs", b"logprobs", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "seq_ids", b"seq_ids", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

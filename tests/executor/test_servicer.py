@@ -67,7 +67,12 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     device = DeviceThread()
     lost: list[BaseException] = []
     servicer = ExecutorServicer(
-        device, max_num_seqs=8, max_num_batched_tokens=64, max_window=2, on_device_lost=lost.append
+        device,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_window=2,
+        grace_seconds=9.0,
+        on_device_lost=lost.append,
     )
     server = grpc.aio.server()
     executor_pb2_grpc.add_ExecutorServicer_to_server(servicer, server)
@@ -253,6 +258,7 @@ async def test_draining_is_said_in_results_and_over_when_the_last_sequence_has_e
         assert not drain.done()
         result = await stream.step(epoch.plan({seq_id: 1}))
         assert (result.draining, len(result.finished)) == (True, 1)
+        assert 0 < result.leaves_in_ms <= 9_000
         await drain
         assert (await stream.end()).code is grpc.StatusCode.UNAVAILABLE
 

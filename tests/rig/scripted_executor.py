@@ -57,12 +57,14 @@ class RequestScript:
         logits: in place of `token_ids`, one row for each output index; sampled by the executor's own sampler.
             A row shorter than the vocabulary is filled up with -inf.
         row_errors: sentence of the error that ends the request at an output index.
+        deadly: the process dies, as by kill -9, of each step that would sample a token of it.
     """
 
     prompt: tuple[int, ...] | None = None
     token_ids: tuple[int, ...] = ()
     logits: tuple[tuple[float, ...], ...] = ()
     row_errors: dict[int, str] = field(default_factory=dict)
+    deadly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class Script:
                 token_ids=tuple(entry.get("token_ids", ())),
                 logits=tuple(tuple(row) for row in entry.get("logits", ())),
                 row_errors={int(index): text for index, text in entry.get("row_errors", {}).items()},
+                deadly=entry.get("deadly", False),
             )
             for entry in raw.pop("requests", ())
         )
@@ -275,6 +278,8 @@ class ScriptedRunner:
     ) -> tuple[int, TokenLogprobs | None, str | None]:
         prompt = context[: len(context) - row.output_index]
         request = self._claimed.get((prompt, row.params.seed), RequestScript())
+        if request.deadly:
+            os.kill(os.getpid(), 9)
         if row.output_index in request.row_errors:
             return 0, None, request.row_errors[row.output_index]
         if row.output_index < len(request.logits):

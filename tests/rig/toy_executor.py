@@ -134,6 +134,7 @@ class ToyExecutor(executor_pb2_grpc.ExecutorServicer):
     """Who holds it, and which stream is the newest. A stream ends when its future is given a status."""
 
     def __init__(self) -> None:
+        self.instance_id = f"toy-{random.getrandbits(64):x}"
         self.holder, self.term = "", 0
         self.epoch: Epoch | None = None
         self.past: dict[int, str] = {}
@@ -168,7 +169,7 @@ class ToyExecutor(executor_pb2_grpc.ExecutorServicer):
         status = grpc.StatusCode.PERMISSION_DENIED if fenced else grpc.StatusCode.FAILED_PRECONDITION
         self.end_streams(status, before=self.next_stream)
         return executor_pb2.OpenResponse(
-            epoch=self.epoch.number, instance_id="toy", term=self.term, protocol_revision=1,
+            epoch=self.epoch.number, instance_id=self.instance_id, term=self.term, protocol_revision=1,
             num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_window=WINDOW, max_num_seqs=MAX_ROWS,
             max_num_batched_tokens=MAX_TOKENS, max_seq_len=MAX_LEN, row_invariant=True, vocab_size=VOCAB,
             eos_token_ids=[EOS], dtype="none", device="toy",

@@ -226,6 +226,7 @@ class Shell:
         *,
         router_stall_seconds: float = 10.0,
         reattach_seconds: float = 0.3,
+        step_timeout_seconds: float = 60.0,
         scheduler_id: str = "this-scheduler",
         lease_seconds: float | None = None,
     ) -> None:
@@ -240,6 +241,7 @@ class Shell:
         )
         self._stall_seconds = router_stall_seconds
         self._reattach_seconds = reattach_seconds
+        self._step_timeout_seconds = step_timeout_seconds
         self._open = contextlib.AsyncExitStack()
         self._routers: list[Router] = []
         self.leadership: Leadership | None = None
@@ -264,6 +266,7 @@ class Shell:
             scheduler_id=self._scheduler_id,
             reattach_seconds=self._reattach_seconds,
             max_message_bytes=MAX_MESSAGE_BYTES,
+            step_timeout_seconds=self._step_timeout_seconds,
             term=term,
             on_held=on_held,
         )
@@ -312,7 +315,11 @@ class Shell:
 
 @contextlib.asynccontextmanager
 async def running_shell(
-    limits: Limits | None = None, *, router_stall_seconds: float = 10.0, reattach_seconds: float = 0.3
+    limits: Limits | None = None,
+    *,
+    router_stall_seconds: float = 10.0,
+    reattach_seconds: float = 0.3,
+    step_timeout_seconds: float = 60.0,
 ) -> AsyncIterator[Shell]:
     """A running scheduler without an executor. Fails when it leaves a task, or an exception nobody saw."""
     complaints: list[dict[str, Any]] = []
@@ -324,6 +331,7 @@ async def running_shell(
             limits or Limits(watermark=0.0),
             router_stall_seconds=router_stall_seconds,
             reattach_seconds=reattach_seconds,
+            step_timeout_seconds=step_timeout_seconds,
         )
         await shell.start()
         try:

@@ -1,0 +1,129 @@
+"""What the search for a poisonous request means for queue and batches: who waits, and who may enter where.
+
+`suspects` says who is searched and who is on trial. Here that becomes: the sequences of the group are passed
+over in the queue; those on trial enter one executor, the host, which lets nobody else in until the search is
+over. An empty executor is the best host, and the one that has just died is empty when it comes back; where
+none is, the one with the fewest takes the part after a while. All others serve on as ever.
+
+Pure: reads the core, and changes nothing of it but the queue's marks for those who are passed over.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from scheduler.executor_state import ExecutorState
+from scheduler.sequence import Sequence, State
+from scheduler.suspects import Suspects
+
+if TYPE_CHECKING:
+    from scheduler.core import SchedulerCore
+
+HOST_PATIENCE_SECONDS = 5.0  # for an empty executor
+
+Name = tuple[str, str]  # tenant and request id: the choices of a request are suspected together
+
+
+def name_of(seq: Sequence) -> Name:
+    """What is suspected when `seq` is."""
+    return seq.request.tenant, seq.request.request_id
+
+
+class Inquiry:
+    """The search, as far as it concerns sequences."""
+
+    __slots__ = ("_host", "_passed_over", "_since", "suspects")
+
+    def __init__(self) -> None:
+        self.suspects: Suspects[Name] = Suspects()
+        self._passed_over: dict[Sequence, None] = {}  # in the order in which they came to wait
+        self._host: str | None = None
+        self._since = 0.0  # when the present group was formed
+
+    def __bool__(self) -> bool:
+        """Whether there is anybody to watch."""
+        return bool(self.suspects)
+
+    # --- what happens --------------------------------------------------------------------------------------
+
+    def executor_died(self, core: "SchedulerCore", state: ExecutorState, now: float) -> Name | None:
+        """It died over the plans that it had; returns the guilty request if that is known.
+
+        To be called while its sequences still have their seats.
+        """
+        rows = [
+            seq
+            for plan in state.session.unanswered
+            for seq, seq_id in zip(plan.rows, plan.seq_ids, strict=True)
+            if seq.seq_id == seq_id and not seq.is_padding
+        ]
+        if any(name_of(seq) in self.suspects.trial for seq in rows):
+            # Those beside it were cleared, or have got far enough to be: see `Suspects`.
+            rows = [seq for seq in rows if self.suspects.num_crashes(name_of(seq)) or not seq.has_progressed]
+        rows.sort(key=lambda seq: (len(seq.token_ids) - seq.num_tokens_at_admission, -seq.order))
+        guilty = self.suspects.crashed(map(name_of, rows))
+        self._host = None
+        self._since = now
+        for seq in list(core.waiting) if self.suspects.group else ():
+            self.began_to_wait(core, seq)  # another choice of the same request
+        self._let_go(core)
+        return guilty
+
+    def stepped(self, core: "SchedulerCore", rows: Iterable[Sequence]) -> None:
+        """These rows of a plan have answered."""
+        names = {name_of(seq): seq.has_progressed for seq in rows}
+        num_cleared = sum(self.suspects.completed(name, is_past=is_past) for name, is_past in names.items())
+        if num_cleared:
+            self._let_go(core)
+
+    def ended(self, core: "SchedulerCore", seq: Sequence) -> None:
+        """`seq` is over; so is its request, unless another choice of it goes on."""
+        self._passed_over.pop(seq, None)
+        name = name_of(seq)
+        if not self.suspects.num_crashes(name):
+            return
+        if not any(
+            other is not seq and name_of(other) == name and other.state is not State.FINISHED
+            for other in core.sequences.values()
+        ):
+            self.suspects.ended(name)
+            self._let_go(core)
+
+    def began_to_wait(self, core: "SchedulerCore", seq: Sequence) -> None:
+        """`seq` is in the queue: passed over there, if its request is searched."""
+        if self.holds(seq):
+            core.waiting.park(seq)
+            self._passed_over[seq] = None
+
+    # --- what follows --------------------------------------------------------------------------------------
+
+    def holds(self, seq: Sequence) -> bool:
+        """Whether `seq` does not enter in its turn."""
+        return name_of(seq) in self.suspects.group
+
+    def may_enter(self, core: "SchedulerCore", state: ExecutorState, now: float) -> list[Sequence] | None:
+        """Who alone may enter here in this turn, in order; None: whoever's turn it is."""
+        trial = self.suspects.trial
+        if not trial:
+            return None
+        if self._host not in core.executors and self._may_host(core, state, now):
+            self._host = state.executor_id
+        if self._host != state.executor_id:
+            return None
+        return [seq for seq in self._passed_over if seq.state is State.WAITING and name_of(seq) in trial]
+
+    def _may_host(self, core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
+        if not state.running:
+            return True
+        takers = [item for item in core.executors.values() if not (item.is_draining or item.is_away)]
+        if takers == [state]:
+            return True
+        fewest = min(takers, key=lambda item: (len(item.running), item.executor_id), default=None)
+        return fewest is state and now >= self._since + HOST_PATIENCE_SECONDS
+
+    def _let_go(self, core: "SchedulerCore") -> None:
+        """Who is searched no more takes part in the queue again."""
+        for seq in [seq for seq in self._passed_over if not self.holds(seq)]:
+            del self._passed_over[seq]
+            core.waiting.unpark(seq)
+        if not self.suspects.group:
+            self._host = None

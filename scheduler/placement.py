@@ -1,0 +1,121 @@
+"""Which executor would start a waiting sequence first.
+
+There is one queue for all executors. Each takes from it in its own turn, so nothing is placed ahead of time:
+an executor only leaves to another one what that one would start sooner.
+
+    start = what is under way + steps to go until its prompt is computed
+    steps = (tokens queued there + tokens of its prompt that are not cached there) / room in a step
+
+A step's duration is the measured line of `step_time`; an executor without one is taken to be like the others.
+What is left to another one in a turn counts there for the rest of the turn, so that a burst is shared out.
+
+Pure: reads the core, changes nothing.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scheduler.executor_state import ExecutorState
+from scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from scheduler.core import SchedulerCore
+
+MAX_LEFT = 32  # sequences that one turn leaves to others or passes over: a turn must stay short
+_NOMINAL_LINE = (10_000.0, 100.0)  # microseconds for a step and for each token, before anything is measured
+
+
+def could_take(state: ExecutorState, seq: Sequence) -> bool:
+    """Whether this executor could let `seq` in at its next turn, as far as can be told without trying."""
+    return (
+        not (state.is_draining or state.is_away)
+        and state.too_full_for is not seq
+        and seq.max_len <= state.max_total_tokens
+        and len(state.running) + len(state.entering) < state.max_num_seqs
+        and state.blocks.blocks_for(len(seq.token_ids)) <= state.blocks.num_free
+    )
+
+
+def seconds_to_start(core: "SchedulerCore", state: ExecutorState, num_tokens: int, now: float) -> float:
+    """How long until this executor has computed `num_tokens` more prompt tokens, behind all it has."""
+    base, per_token = _line(core, state)
+    num_tokens += state.num_queued_tokens
+    num_running = len(state.running)
+    room = max(1, state.max_num_batched_tokens - num_running)
+    num_steps = -(-num_tokens // room)
+    under_way = state.clock.seconds_left(now)
+    if state.step_time.line is None:
+        under_way = max(under_way, state.session.num_unanswered * base / 1e6)
+    computing_us = num_steps * (base + num_running * per_token) + num_tokens * per_token
+    return under_way + computing_us / 1e6
+
+
+def _line(core: "SchedulerCore", state: ExecutorState) -> tuple[float, float]:
+    line = state.step_time.line
+    if line is not None:
+        return line
+    lines = [other.step_time.line for other in core.executors.values()]
+    return next((line for line in lines if line is not None), _NOMINAL_LINE)
+
+
+@dataclass(slots=True)
+class _Other:
+    """Another executor, and what was left to it in this turn."""
+
+    state: ExecutorState
+    num_seqs: int = 0
+    num_tokens: int = 0
+
+
+class Turn:
+    """One executor's turn among several."""
+
+    __slots__ = ("_core", "_others", "_state", "left", "look_again_at")
+
+    def __init__(self, core: "SchedulerCore", state: ExecutorState) -> None:
+        self._core = core
+        self._state = state
+        self._others = [_Other(other) for other in core.executors.values() if other is not state]
+        self.left: list[Sequence] = []  # left to others, or too long for this one
+        self.look_again_at: float | None = None  # when the first of those should have been taken
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more may be looked at."""
+        return len(self.left) >= MAX_LEFT
+
+    def leaves(self, seq: Sequence, num_cached_tokens: int, now: float) -> bool:
+        """Whether another executor would start `seq`, of which so much is cached here, sooner than this one.
+
+        Then it counts as that one's for the rest of the turn.
+        """
+        num_tokens = len(seq.token_ids)
+        here = seconds_to_start(self._core, self._state, num_tokens - num_cached_tokens, now)
+        best: tuple[float, _Other, int] | None = None
+        for other in self._others:
+            state = other.state
+            if len(state.running) + other.num_seqs >= state.max_num_seqs or not could_take(state, seq):
+                continue
+            soonest = here if best is None else best[0]
+            if seconds_to_start(self._core, state, other.num_tokens + 1, now) >= soonest:
+                continue  # not even if all of it were cached there
+            num_new = num_tokens - len(state.cache.matched(seq) or ()) * state.blocks.block_size
+            there = seconds_to_start(self._core, state, other.num_tokens + num_new, now)
+            if there < soonest:
+                best = there, other, num_new
+        if best is None:
+            return False
+        there, other, num_new = best
+        other.num_seqs += 1
+        other.num_tokens += num_new
+        self.left.append(seq)
+        self.look_again_at = min(now + there, self.look_again_at or math.inf)
+        return True
+
+    def is_too_long(self, seq: Sequence) -> bool:
+        """Whether `seq` can never be computed here, though another executor could."""
+        if seq.max_len <= self._state.max_total_tokens:
+            return False
+        self.left.append(seq)
+        return True

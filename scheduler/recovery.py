@@ -1,0 +1,56 @@
+"""How fast those come back that were lost with their executor: soon, and without starving the others.
+
+They come first in their class (`waiting`). But a hundred of them with long contexts would keep newcomers from
+a first token, and prompts under way from their next chunk, for as long as all of that is computed again. So
+while others wait in their class or a better one
+
+    of two seats in a row one at least goes to one of the others, and
+    of a step's tokens that decoding leaves, recomputing gets half at most.
+
+While nobody else wants them, seats and tokens are all theirs. Pure.
+"""
+
+from collections.abc import Iterable
+
+from scheduler.executor_state import ExecutorState
+from scheduler.rows import Rows
+from scheduler.sequence import Sequence
+from scheduler.waiting import WaitingQueue
+
+
+class Pace:
+    """Of all executors of one scheduler."""
+
+    __slots__ = ("_had_last_seat",)
+
+    def __init__(self) -> None:
+        self._had_last_seat = False  # one of those that recover
+
+    def begin(
+        self,
+        state: ExecutorState,
+        unfinished: Iterable[Sequence],
+        rows: Rows,
+        waiting: WaitingQueue,
+        now: float,
+    ) -> None:
+        """Decoding has its tokens: the rest of a plan's budget is about to be given out."""
+        rows.recompute_budget = max(1, rows.budget // 2)
+        rows.others_wait = any(not seq.is_recovering for seq in unfinished) or (
+            len(state.running) < state.max_num_seqs and waiting.peek(now, but_recovering=True) is not None
+        )
+
+    def next(self, rows: Rows, waiting: WaitingQueue, now: float) -> Sequence | None:
+        """Who is served next."""
+        head = waiting.peek(now)
+        if head is None or not head.is_recovering:
+            return head
+        if self._had_last_seat or rows.recompute_budget <= 0:
+            other = waiting.peek(now, but_recovering=True)
+            if other is not None and other.request.priority <= head.request.priority:
+                return other
+        return head
+
+    def seated(self, seq: Sequence) -> None:
+        """`seq` has the newest seat."""
+        self._had_last_seat = seq.is_recovering

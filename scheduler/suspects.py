@@ -1,0 +1,94 @@
+"""Who is to blame when executors die: a search by halves that clears the innocent on the way.
+
+An executor that dies takes nobody's request with it: all are computed again. Unless one of them is what it
+died of; then the next one dies as well, and the next. So:
+
+    1st crash   everybody with a row in the fatal plan becomes a suspect; all are computed again, as ever
+    2nd crash   those of the fatal plan who were suspects already are searched: half of them, newcomers first,
+                is on trial, among themselves; the others wait
+    trial       whoever completes two steps, and gets past where it was, is cleared; all cleared: the next
+                half; it dies again: it is one of those in the fatal plan, half of whom are the next trial
+    one alone   in the fatal plan, for the second time or on trial: guilty
+
+With one guilty among n that is at most log2(n) + 2 crashes. Crashes that nobody is to blame for (a machine is
+switched off) cost those it hits a moment on trial; to be found guilty by mistake, one must be hit twice while
+it is alone, within two steps each time.
+
+Pure: names what is suspected (a request: its choices share the prompt, and so the blame), and knows neither
+sequences nor executors.
+"""
+
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+NUM_STEPS_TO_CLEAR = 2
+
+T = TypeVar("T")
+
+
+class Suspects(Generic[T]):
+    """Suspects of all executors of one scheduler."""
+
+    __slots__ = ("_num_crashes", "_num_steps", "group", "trial")
+
+    def __init__(self) -> None:
+        self._num_crashes: dict[T, int] = {}  # since it was last cleared
+        self._num_steps: dict[T, int] = {}  # completed since its last crash
+        self.group: list[T] = []
+        """Who is searched, newcomers first. One of them is to blame, if anybody is."""
+        self.trial: list[T] = []
+        """The part of the group that runs now, among itself; the rest of it waits."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anybody to watch."""
+        return bool(self._num_crashes)
+
+    def num_crashes(self, item: T) -> int:
+        """How many executors have died under it since it was last cleared."""
+        return self._num_crashes.get(item, 0)
+
+    def crashed(self, rows: Iterable[T]) -> T | None:
+        """An executor died computing these, newcomers first; returns who is guilty, if that is known."""
+        rows = list(dict.fromkeys(rows))
+        again = [item for item in rows if item in self._num_crashes]
+        for item in rows:
+            self._num_crashes[item] = self._num_crashes.get(item, 0) + 1
+            self._num_steps[item] = 0
+        tried = [item for item in rows if item in self.trial]
+        if len(rows) == 1 and again:
+            self._acquit(rows[0])
+            return rows[0]
+        if tried:
+            self._search(tried)
+        elif again:
+            # Another search may go on: these come after it.
+            self._search([*self.group, *(item for item in again if item not in self.group)])
+        return None
+
+    def completed(self, item: T, *, is_past: bool) -> bool:
+        """It completed a step; `is_past`: it is further than at its last crash. True when it is cleared."""
+        if item not in self._num_crashes:
+            return False
+        self._num_steps[item] += 1
+        if not is_past or self._num_steps[item] < NUM_STEPS_TO_CLEAR:
+            return False
+        self._acquit(item)
+        return True
+
+    def ended(self, item: T) -> None:
+        """It is over, for whatever reason: nothing is left to search for."""
+        if item in self._num_crashes:
+            self._acquit(item)
+
+    def _search(self, group: list[T]) -> None:
+        self.group = group
+        self.trial = group[: max(1, len(group) // 2)]
+
+    def _acquit(self, item: T) -> None:
+        del self._num_crashes[item], self._num_steps[item]
+        if item in self.group:
+            self.group.remove(item)
+        if item in self.trial:
+            self.trial.remove(item)
+            if not self.trial:
+                self._search(self.group)

@@ -1,0 +1,361 @@
+"""Several executors under one core: where work goes, how it comes back, who is to blame for a death."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.policy import Admission, Limits
+from scheduler.sequence import FinishReason, State, StatusCode
+from tests.scheduler.fleet import Fleet
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(5 * i + 13 * salt) % 90 for i in range(length)]
+
+
+# --- placement ----------------------------------------------------------------------------------------
+
+
+def test_a_burst_is_shared_out_among_idle_executors() -> None:
+    fleet = Fleet(Limits(watermark=0.0, window=1))
+    fleet.attach("a")
+    fleet.attach("b")
+    for number in range(8):
+        fleet.submit(f"r{number}", prompt(12, number), 5)
+    fleet.plan("a")
+    fleet.plan("b")
+    assert [len(state.running) for state in fleet.core.executors.values()] == [4, 4]
+
+
+def test_b105_a_request_goes_where_its_prefix_is_though_the_other_one_is_asked_first() -> None:
+    fleet = Fleet()
+    fleet.attach("a")
+    fleet.attach("b")
+    fleet.plan("b")
+    first = fleet.submit("first", prompt(40), 3)
+    fleet.plan("b")  # its turn came first: it has the request, and soon its prefix
+    assert first.executor_id == "b"
+    fleet.run()
+    second = fleet.submit("second", [*prompt(40), 1, 2], 3)
+    fleet.plan("a")
+    assert second.state is State.WAITING
+    fleet.plan("b")
+    assert (second.executor_id, second.num_cached_tokens) == ("b", 40)
+
+
+def test_an_idle_executor_takes_what_the_other_one_is_too_full_for() -> None:
+    fleet = Fleet()
+    fleet.attach("b", max_num_seqs=2)
+    fleet.submit("first", prompt(40), 3)
+    fleet.run()
+    for number in range(2):
+        fleet.submit(f"long{number}", prompt(4, 1 + number), 90)
+    fleet.plan("b")
+    seq = fleet.submit("second", [*prompt(40), 1, 2], 3)  # its prefix is there
+    fleet.attach("a")
+    fleet.plan("a")
+    assert seq.executor_id == "a"
+
+
+def test_an_idle_executor_does_not_wait_for_one_that_stands_still() -> None:
+    fleet = Fleet()
+    fleet.attach("a")
+    fleet.attach("b")
+    fleet.submit("first", prompt(60), 3)
+    fleet.plan("b")
+    fleet.run()
+    fleet.submit("busy", prompt(4, 9), 90)
+    fleet.plan("b")
+    fleet.frozen.add("b")
+    seq = fleet.submit("second", [*prompt(60), 1, 2], 3)
+    fleet.plan("a")
+    state = fleet.core.executors["a"]
+    looks = 0
+    while seq.state is State.WAITING:
+        assert state.look_again_at is not None, "it would sleep for ever"
+        fleet.now = max(state.look_again_at, fleet.now + 0.001)
+        fleet.plan("a")
+        looks += 1
+        assert looks < 50
+    assert seq.executor_id == "a"
+
+
+def test_what_is_too_long_for_one_goes_to_the_other_and_holds_nobody_back() -> None:
+    fleet = Fleet()
+    fleet.attach("big", max_seq_len=256)
+    long = fleet.submit("long", prompt(100), 30)
+    fleet.attach("small", max_seq_len=64)
+    short = fleet.submit("short", prompt(8, 1), 4)
+    fleet.plan("small")
+    assert (long.state, short.executor_id) == (State.WAITING, "small")
+    fleet.plan("big")
+    assert long.executor_id == "big"
+    fleet.run()
+    fleet.check_outputs()
+
+
+def test_one_executor_is_never_left_anything() -> None:
+    fleet = Fleet()
+    fleet.attach("a")
+    fleet.attach("gone")
+    fleet.core.executors["gone"].is_away = True
+    seq = fleet.submit("r", prompt(12), 5)
+    fleet.plan("a")
+    assert seq.executor_id == "a"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    shapes=st.lists(
+        st.fixed_dictionaries(
+            {
+                "block_size": st.sampled_from([1, 3, 4, 8]),
+                "num_blocks": st.sampled_from([40, 64]),
+                "max_num_seqs": st.integers(1, 6),
+                "max_num_batched_tokens": st.sampled_from([3, 16, 64]),
+            }
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+    admission=st.sampled_from(list(Admission)),
+)
+def test_executors_of_any_shape_work_together_come_and_go_and_every_output_is_right(
+    seed: int, shapes: list[dict[str, int]], admission: Admission
+) -> None:
+    rng = random.Random(seed)
+    fleet = Fleet(Limits(watermark=0.0, admission=admission), seed)
+    for number, shape in enumerate(shapes):
+        fleet.attach(f"e{number}", **shape)
+    longest = fleet.core.max_total_tokens
+    for number in range(rng.randint(4, 14)):
+        length = rng.randint(1, min(24, longest - 1))
+        shared = prompt(length, rng.choice([0, 0, number]))
+        fleet.submit(f"r{number}", shared, rng.randint(1, min(12, longest - length)))
+        for _ in range(rng.randint(0, 3)):
+            fleet.turn()
+        if rng.random() < 0.15:
+            name = rng.choice(sorted(fleet.executors))
+            fleet.lose(name)
+            fleet.attach(name, **shapes[int(name[1:])])
+    fleet.run()
+    fleet.check_outputs()
+    for state in fleet.core.executors.values():
+        assert state.blocks.num_free == state.blocks.num_blocks
+    num_idle = sum(not state.running for state in fleet.core.executors.values())
+    assert num_idle == len(shapes)
+
+
+# --- recovery -----------------------------------------------------------------------------------------
+
+
+def test_recovery_leaves_every_second_seat_and_half_of_the_tokens_to_others() -> None:
+    fleet = Fleet(Limits(watermark=0.0, admission=Admission.OPTIMISTIC, window=1))
+    fleet.attach("a", max_num_batched_tokens=16, max_num_seqs=16, num_blocks=256)
+    lost = [fleet.submit(f"lost{number}", prompt(24, number), 20) for number in range(6)]
+    while not all(seq.has_progressed and seq.num_output_tokens for seq in lost):
+        fleet.turn()
+    newcomers = [fleet.submit(f"new{number}", prompt(24, 20 + number), 3) for number in range(6)]
+    fleet.lose("a")
+    fleet.attach("a", max_num_batched_tokens=16, max_num_seqs=16, num_blocks=256)
+    seats: list[bool] = []
+    while any(seq.state is State.WAITING for seq in [*lost, *newcomers]):
+        waited = any(
+            seq.state is State.WAITING or seq.num_known_tokens > seq.num_computed_tokens + 1
+            for seq in newcomers
+        )
+        plan = fleet.plan_once("a")
+        if plan is not None:
+            recomputed = sum(
+                count
+                for seq, count, samples in zip(plan.rows, plan.num_tokens, plan.num_samples, strict=True)
+                if seq in lost and (count > 1 or not samples)
+            )
+            assert recomputed <= 8 or not waited
+            seats += [
+                next(seq for seq in [*lost, *newcomers] if seq.seq_id == new.seq_id) in lost
+                for new in plan.admitted
+            ]
+        fleet.turn()
+    assert seats[0]  # the lost come first
+    while_others_wait = seats[: len(seats) - seats[::-1].index(False)]
+    assert not any(one and other for one, other in pairwise(while_others_wait))
+    fleet.run()
+    fleet.check_outputs()
+
+
+def test_recovery_has_everything_while_nobody_else_waits() -> None:
+    fleet = Fleet()
+    fleet.attach("a", max_num_batched_tokens=16)
+    seq = fleet.submit("r", prompt(40), 9)
+    while not seq.num_output_tokens:
+        fleet.turn()
+    fleet.lose("a")
+    fleet.attach("a", max_num_batched_tokens=16)
+    assert fleet.plan("a")[0].num_tokens == [16]
+
+
+def test_a_more_important_one_that_was_lost_is_not_held_up_by_the_pace() -> None:
+    fleet = Fleet()
+    fleet.attach("a", max_num_seqs=2)
+    lost = [fleet.submit(f"r{number}", prompt(8, number), 9, priority=-1) for number in range(2)]
+    fleet.turn()
+    fleet.submit("new", prompt(8, 7), 3)
+    fleet.lose("a")
+    fleet.attach("a", max_num_seqs=2)
+    fleet.plan("a")
+    assert all(seq.executor_id == "a" for seq in lost)
+
+
+# --- nobody left --------------------------------------------------------------------------------------
+
+
+def test_b92_when_no_executor_comes_back_everything_ends_when_the_time_is_over() -> None:
+    fleet = Fleet(Limits(watermark=0.0, recovery_timeout_seconds=60.0))
+    fleet.attach("a")
+    seq = fleet.submit("r", prompt(8), 90)
+    for _ in range(6):
+        fleet.turn()
+    lost_at = fleet.now
+    assert fleet.lose("a") == []
+    assert fleet.core.next_timer == lost_at + 60.0
+    assert fleet.core.expire(lost_at + 59.9) == []
+    assert fleet.core.expire(lost_at + 60.0) == [seq]
+    assert seq.finish is not None
+    assert seq.finish.status_code is StatusCode.UNAVAILABLE
+    assert fleet.core.next_timer is not None  # only to forget the result
+
+
+def test_b92_an_executor_in_time_stops_the_clock() -> None:
+    fleet = Fleet(Limits(watermark=0.0, recovery_timeout_seconds=1.0))
+    fleet.attach("a")
+    fleet.submit("r", prompt(8), 9)
+    fleet.turn()
+    fleet.lose("a")
+    fleet.now += 0.9
+    fleet.attach("a")
+    assert fleet.core.expire(fleet.now + 100) == []
+    fleet.run()
+    fleet.check_outputs()
+
+
+# --- leaving ------------------------------------------------------------------------------------------
+
+
+def test_a_draining_executor_keeps_what_ends_in_time_and_moves_the_rest_with_nothing_in_flight() -> None:
+    fleet = Fleet()
+    fleet.attach("a", num_blocks=256)
+    short, long = fleet.submit("short", prompt(8), 12), fleet.submit("long", prompt(8, 1), 200)
+    for _ in range(6):
+        fleet.turn()
+    fleet.attach("b", num_blocks=256)
+    state = fleet.core.executors["a"]
+    state.is_draining, state.leaves_at = True, fleet.now + 0.01
+    assert fleet.plan("a") == [] or state.session.num_unanswered
+    while state.session.num_unanswered:
+        fleet.done_at["a"].pop(0)
+        fleet.core.update("a", fleet.executors["a"].run(), fleet.now)
+    state.is_draining, state.leaves_at = True, fleet.now + 0.01
+    plans = fleet.plan("a")
+    assert plans[0].released_seq_ids
+    assert (short.executor_id, long.state) == ("a", State.WAITING)
+    fleet.plan("b")
+    assert long.executor_id == "b"
+    fleet.run()
+    fleet.check_outputs()
+
+
+def test_where_there_is_nobody_to_move_to_all_stay() -> None:
+    fleet = Fleet()
+    fleet.attach("a")
+    seq = fleet.submit("r", prompt(8), 60)
+    for _ in range(6):
+        fleet.turn()
+    state = fleet.core.executors["a"]
+    state.is_draining, state.leaves_at = True, fleet.now
+    assert fleet.plan("a") or state.session.num_unanswered
+    assert seq.executor_id == "a"
+
+
+# --- poison -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    num_seqs=st.integers(1, 20),
+    num_executors=st.integers(1, 3),
+    window=st.sampled_from([1, 2]),
+    chunk=st.sampled_from([8, 64]),
+)
+def test_one_poisonous_request_is_the_only_one_that_ends_in_error(
+    seed: int, num_seqs: int, num_executors: int, window: int, chunk: int
+) -> None:
+    rng = random.Random(seed)
+    fleet = Fleet(Limits(watermark=0.0, window=window), seed)
+    for number in range(num_executors):
+        fleet.attach(f"e{number}", max_num_seqs=24, num_blocks=512, max_num_batched_tokens=chunk)
+    poison = f"r{rng.randrange(num_seqs)}"
+    deadly_from = rng.choice([0, 0, 3])  # tokens of output after which it kills
+    fleet.dies_of = lambda plan: any(
+        seq.request.request_id == poison and len(seq.token_ids) - seq.num_prompt_tokens >= deadly_from
+        for seq in plan.rows
+    )
+    for number in range(num_seqs):
+        fleet.submit(f"r{number}", prompt(rng.randint(1, 20), number), rng.randint(6, 12))
+        if rng.random() < 0.3:
+            fleet.turn()
+    fleet.run()
+    fleet.check_outputs(but={poison})
+    for seq in fleet.sequences:
+        assert seq.finish is not None
+        assert (seq.finish.reason is FinishReason.ERROR) == (seq.request.request_id == poison)
+    guilty = next(seq for seq in fleet.sequences if seq.request.request_id == poison)
+    assert guilty.finish is not None
+    assert guilty.finish.status_code is StatusCode.INTERNAL
+    assert poison in guilty.finish.message
+    assert fleet.num_deaths <= math.log2(num_seqs) + 2
+
+
+def test_while_some_are_on_trial_newcomers_are_served_by_another_executor() -> None:
+    fleet = Fleet()
+    fleet.attach("a")
+    fleet.attach("b")
+    fleet.dies_of = lambda plan: any(seq.request.request_id == "poison" for seq in plan.rows)
+    fleet.submit("poison", prompt(8), 9)
+    for number in range(4):
+        fleet.submit(f"r{number}", prompt(8, 1 + number), 30)
+    while fleet.num_deaths < 2:
+        fleet.turn()
+    newcomer = fleet.submit("new", prompt(8, 50), 5)
+    fleet.run()
+    fleet.check_outputs(but={"poison"})
+    assert newcomer.finish is not None
+
+
+@pytest.mark.parametrize("how", ["cancel", "expire"])
+def test_a_suspect_that_is_given_up_does_not_keep_the_others_waiting(how: str) -> None:
+    fleet = Fleet()
+    fleet.attach("a")
+    fleet.dies_of = lambda plan: fleet.num_deaths < 2
+    for number in range(4):
+        fleet.submit(
+            f"r{number}", prompt(8, number), 9, deadline=5.0 if how == "expire" and number == 3 else None
+        )
+    while fleet.num_deaths < 2:
+        fleet.turn()
+    if how == "cancel":
+        fleet.core.cancel(fleet.sequences[3].request.key, FinishReason.ABORT, fleet.now)
+    else:
+        fleet.now = 5.0
+        fleet.core.expire(fleet.now)
+    assert fleet.sequences[3].state is State.FINISHED
+    del fleet.sequences[3]
+    fleet.run()
+    fleet.check_outputs()
+    assert not fleet.core.inquiry
