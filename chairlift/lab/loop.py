@@ -81,6 +81,7 @@ class Step:
     plan: BatchPlan
     start: float
     end: float
+    num_waiting: int
 
 
 class LogicalLoop:
@@ -215,7 +216,7 @@ class LogicalLoop:
         for seq in self.core.update(state.executor_id, result, now).ended:
             self._end(seq, by_itself=True)
         if self._on_step is not None and num_rows:
-            self._on_step(Step(state, plan, now - seconds, now))
+            self._on_step(Step(state, plan, now - seconds, now, len(self.core.waiting)))
 
     def _deliver(self, executor: _Executor, plan: BatchPlan, result: StepResult) -> None:
         """A token to each row due one; who has its last ends. Rows of those who have gone get nothing."""
