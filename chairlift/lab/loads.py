@@ -75,7 +75,7 @@ def _json_lines(path: Path, file: Iterator[str]) -> Iterator[tuple[int, dict[str
             continue
         try:
             record = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LoadError(f"{path}, line {line}: {error}") from error
         if not isinstance(record, dict):
             raise LoadError(f"{path}, line {line}: an object is wanted")
@@ -93,6 +93,8 @@ def _csv_lines(path: Path, file: Iterator[str]) -> Iterator[tuple[int, dict[str,
 
 def _row(place: str, record: dict[str, object]) -> Row:
     time = record.get("arrival_s")
+    if time == "":
+        time = None
     num_prompt_tokens = _length(place, record, "prompt_tokens")
     hash_ids = record.get("hash_ids") or ()
     if not isinstance(hash_ids, list | tuple) or not all(
@@ -105,7 +107,7 @@ def _row(place: str, record: dict[str, object]) -> Row:
             f"the prompt has {num_prompt_tokens}"
         )
     return Row(
-        None if time in {None, ""} else _seconds(place, time),
+        None if time is None else _seconds(place, time),
         num_prompt_tokens,
         _length(place, record, "output_tokens"),
         tuple(hash_ids),
@@ -115,7 +117,7 @@ def _row(place: str, record: dict[str, object]) -> Row:
 def _seconds(place: str, value: object) -> float:
     try:
         seconds = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     if not 0 <= seconds < 1e12:  # noqa: PLR2004 - refuses NaN and infinity as well
         raise LoadError(f"{place}: arrival_s is {value!r}, a number of seconds >= 0 is wanted")
