@@ -25,7 +25,7 @@ from scheduler.waiting import Policy
 
 DATA = Path(__file__).parent / "data"
 NO_CACHE = Limits(window=1, prefix_caching=False)
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+BATCH_SIZES = (4, 8, 16, 32, 64)
 
 
 def _rate(setup: Setup, load: Load, scheme: str, targets: Targets) -> float:
@@ -49,7 +49,7 @@ def orca() -> dict[str, Any]:
     setup = Setup(
         step_times, step_times.num_kv_tokens() // 16, max_seq_len=640, max_num_seqs=128, limits=NO_CACHE
     )
-    mixed = Load(1500, prompt="uniform:32,512", output="uniform:1,128", rate=1.0, max_tokens=128)
+    mixed = Load(600, prompt="uniform:32,512", output="uniform:1,128", rate=1.0, max_tokens=128)
     targets = Targets(per_output_token_p50=0.19)
     rates: dict[str, Any] = {
         scheme: _rate(setup, mixed, scheme, targets) for scheme in ("orca-max", "chairlift")
@@ -94,7 +94,7 @@ def paged() -> dict[str, Any]:
         max_num_batched_tokens=2560,
         limits=NO_CACHE,
     )
-    load = Load(2000, prompt="exponential:161", output="exponential:338", rate=2.0, max_tokens=1024)
+    load = Load(1000, prompt="exponential:161", output="exponential:338", rate=2.0, max_tokens=1024)
     result = {}
     for scheme in ("orca-max", "orca-pow2", "orca-oracle", "prefill-first", "chairlift"):
         at_two = simulate(setup, load, scheme)
@@ -114,7 +114,7 @@ def sarathi() -> dict[str, Any]:
     """Mistral-7B on an A100: rates under a P99 between tokens, prompts first against decoding first."""
     step_times = preset("mistral-7b-a100-80")
     setup = Setup(step_times, step_times.num_kv_tokens() // 16, max_num_seqs=128, limits=NO_CACHE)
-    load = Load(1500, rows=tuple(read_trace(DATA / "sharegpt_turns.csv")), rate=1.0, max_tokens=1024)
+    load = Load(800, rows=tuple(read_trace(DATA / "sharegpt_turns.csv")), rate=1.0, max_tokens=1024)
     result: dict[str, Any] = {}
     for name, between_tokens in (("strict", 0.1), ("relaxed", 0.5)):
         targets = Targets(first_token_p50=2.0, between_tokens_p99=between_tokens)
