@@ -6,6 +6,7 @@ one arrives. The clock is read here and nowhere below.
 """
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Iterable
 
@@ -202,7 +203,9 @@ class SchedulerLoop:
             while not results.done():
                 wake.clear()
                 await self._send_plans(executor_id, stream)
-                await wake.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(self.core.executors[executor_id].held_until):
+                        await wake.wait()
             results.result()
         except ExecutorUnreachableError:
             # The writer only sees that the call is over; the reader knows its status.
