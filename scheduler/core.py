@@ -254,9 +254,9 @@ class SchedulerCore:
     # --- one iteration: the plan -------------------------------------------------------------------------
 
     def schedule(self, executor_id: str, now: float) -> BatchPlan | None:
-        """The next plan for this executor, or None: the window is full, it is too early, or nothing is to be said.
+        """The next plan for this executor, or None: a full window, too early, or nothing to say.
 
-        When it is too early, the state's `held_until` says when to ask again.
+        When it is early, the state's `held_until` says when to ask again.
 
         Raises SessionBrokenError when the executor has failed to end a sequence, BlockError when blocks and
         holders were found to disagree.
