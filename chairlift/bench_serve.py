@@ -281,7 +281,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     """The result for people."""
     goodput, generator = result["goodput"], result["generator"]
     shown = [
-        f"{result['num_answered']} of {result['num_requests']} requests answered in {result['seconds']:.1f} s",
+        f"{result['num_answered']} of {result['num_requests']} answered in {result['seconds']:.1f} s",
         f"{result['answered_requests_per_second']:.2f} requests/s",
         f"{result['output_tokens_per_second']:.1f} tokens/s",
         _milliseconds("time to first token", result["time_to_first_token_seconds"]),
