@@ -4,6 +4,7 @@ All hold the same numbers, those that our own executor computes with: what the m
 and rounded to bfloat16.
 """
 
+import json
 from pathlib import Path
 
 import gguf
@@ -22,13 +23,22 @@ def folder_in_bfloat16(model: Path, folder: Path) -> Path:
     """Config, tokenizer and bfloat16 safetensors, for vLLM."""
     if (folder / "config.json").exists():
         return folder
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoTokenizer
+
+    from executor.model.checkpoint import open_checkpoint
 
     file = gguf_of(model)
-    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = open_checkpoint(file).tensors
+    in_bfloat16 = {name: stored.read().bfloat16().contiguous() for name, stored in tensors.items()}
+    save_file(in_bfloat16, folder / "model.safetensors", {"format": "pt"})
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    loaded.save_pretrained(folder)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
+    config |= {"architectures": [f"{config['model_type'].capitalize()}ForCausalLM"], "dtype": "bfloat16"}
+    config.pop("quantization_config", None)
+    # Last: a folder with a config is complete.
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
