@@ -10,13 +10,14 @@ DEV_STAMP := $(VENV)/.installed-dev
 MODEL_STAMP := models/smollm2/SHA256SUMS
 
 .NOTPARALLEL:
-.PHONY: help demo test check soak bench protos clean
+.PHONY: help demo test check soak bench audit protos clean
 
 help:
 	@echo "make demo    install, fetch the model, ask it twelve questions at once"
 	@echo "make test    stubs, lint, types, import rules, tests"
 	@echo "make soak    the long forms of the tests"
 	@echo "make bench   the figures of docs/results.md"
+	@echo "make audit   what the public advisories say of the dependencies"
 	@echo "make protos  stubs from protos/v1"
 	@echo "make clean   what was built; models stay"
 
@@ -38,6 +39,10 @@ soak: $(DEV_STAMP) $(MODEL_STAMP)
 
 bench: $(DEV_STAMP) $(MODEL_STAMP)
 	$(BIN)/python -m bench
+
+# 0: nothing known; 1: something is; 2: they could not be asked.
+audit: $(DEV_STAMP)
+	$(BIN)/python scripts/audit.py
 
 protos: $(DEV_STAMP)
 	$(BIN)/python scripts/gen_protos.py

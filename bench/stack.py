@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from chairlift.calls import router_at
+from chairlift.calls import Router, router_at
 from chairlift.own_service import own_service
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.address import Address
@@ -69,7 +69,7 @@ async def one(router: "router_pb2_grpc.RouterAsyncStub", work: Work, started: fl
 
 async def load(address: Address, works: list[Work], *, watch: bool = False) -> Run:
     """Sends everything at once; returns when all have ended. `watch` collects every step's summary."""
-    async with router_at(address) as router:
+    async with router_at(Router(address)) as router:
         await one(router, Work([1, 2, 3, 4], 4), time.monotonic())
         steps: list[router_pb2.StepSummary] = []
         watching = asyncio.ensure_future(_watch(router, steps)) if watch else None

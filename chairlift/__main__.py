@@ -20,6 +20,8 @@ _COMMANDS = {
     "explain": "where the time of one request went",
     "demo": "twelve questions at once, and what the batch did",
     "bench": "measure a model on this machine",
+    "key": "make an API key",
+    "certs": "make certificates to try TLS with",
     "conformance": "check that an executor keeps the step protocol",
 }
 _SERVICES = {

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chairlift.calls import router_at
+from chairlift.calls import Router, router_at
 from chairlift.own_service import own_service
 from chairlift.results import ChairliftError
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
@@ -105,7 +105,7 @@ async def _measure(flags: list[str], works: list[Work]) -> tuple[float, list[lis
     quiet = [] if given else ["--log-level", "error"]
     async with (
         own_service([*flags, *quiet], tell=lambda line: print(line, file=sys.stderr)) as address,
-        router_at(address) as router,
+        router_at(Router(address)) as router,
     ):
         await _all(router, _warm_up(works))
         started = time.monotonic()

@@ -1,41 +1,86 @@
-"""How what a person types or imports speaks to a router: where it is, and its failures as ChairliftError."""
+"""How what a person types or imports speaks to a router: where it is, who asks, and failures as errors."""
 
+import argparse
 import contextlib
+import os
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import grpc
 
 from chairlift.results import ChairliftError
 from protos.v1 import router_pb2_grpc
-from rpc.address import Address
+from rpc import tls
+from rpc.address import Address, AddressError
 from rpc.channel import connect
-from rpc.errors import RequestError, from_call
+from rpc.errors import RequestError, StartError, from_call
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-# Where gRPC reports that it found nobody, in its own words.
-_NOBODY = ("failed to connect", "connections to all backends failing", "DNS resolution failed")
+API_KEY_VARIABLE = "CHAIRLIFT_API_KEY"
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Where a router is, by which certificates it is spoken to, and whose key is shown; empty: none."""
+
+    address: Address
+    certificates: tls.Tls | None = None
+    api_key: str = ""
+
+    @property
+    def metadata(self) -> Metadata:
+        """What goes with each call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that asks a router. A key is no flag: all users of a machine see those."""
+    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="the router (default: %(default)s)")
+    tls.add_flags(parser)
+    epilog = f"The API key, where one is wanted, is the environment variable {API_KEY_VARIABLE}."
+    parser.epilog = f"{parser.epilog} {epilog}" if parser.epilog else epilog
+
+
+def from_flags(options: argparse.Namespace) -> Router:
+    """What the flags of `add_flags` say. Raises ValueError with a sentence."""
+    try:
+        return Router(
+            Address.parse(options.address, field="--address"),
+            tls.from_flags(options),
+            os.environ.get(API_KEY_VARIABLE, ""),
+        )
+    except StartError as error:
+        raise AddressError(str(error)) from error
 
 
 @contextlib.asynccontextmanager
-async def router_at(address: Address) -> "AsyncIterator[router_pb2_grpc.RouterAsyncStub]":
-    """A stub of the router there. A call that fails inside raises ChairliftError.
+async def router_at(router: Router) -> "AsyncIterator[router_pb2_grpc.RouterAsyncStub]":
+    """A stub of the router; its calls take `router.metadata`. One that fails inside raises ChairliftError.
 
     Raises:
         ChairliftError: what the router, or the way to it, said.
     """
-    async with connect(address, max_message_bytes=MAX_MESSAGE_BYTES) as channel:
+    async with connect(
+        router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=router.certificates
+    ) as channel:
         try:
             yield router_pb2_grpc.RouterStub(channel)
         except grpc.aio.AioRpcError as error:
-            raise failure(from_call(error), address) from error
+            raise failure(from_call(error), router) from error
 
 
-def failure(refusal: RequestError, address: Address) -> ChairliftError:
+def failure(refusal: RequestError, router: Router) -> ChairliftError:
     """A refusal as the caller gets it; gRPC's own words for "nobody is there" become ours."""
     message = refusal.message
-    if refusal.code is grpc.StatusCode.UNAVAILABLE and any(words in message for words in _NOBODY):
-        message = f"nobody answers at {address} (is `chairlift serve` running there?)"
+    if refusal.code is grpc.StatusCode.UNAVAILABLE:
+        why = tls.explained(message, router.certificates)
+        if why == tls.NOBODY:
+            message = f"nobody answers at {router.address} (is `chairlift serve` running there?)"
+        elif why is not None:
+            message = f"no connection to the router at {router.address}: {why}"
     return ChairliftError(
         refusal.code.name,
         message,

@@ -26,10 +26,18 @@ _RETRY_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What to run: a module of that name, with these flags, the first of which is `--listen`."""
+    """What to run: a module of that name, with these flags, the first of which is `--listen`.
+
+    It may listen at several addresses, separated by commas: at the first for others, at the last for us.
+    """
 
     name: str
     argv: tuple[str, ...]
+
+    @property
+    def listens_at(self) -> list[str]:
+        """Its addresses."""
+        return self.argv[1].split(",")
 
 
 class ChildProcess:
@@ -41,7 +49,7 @@ class ChildProcess:
         """Where it listens, once announced; kept over a restart, so that a free port stays the same."""
         self.ended: asyncio.Future[Any]
         """The exit code of the present process, as asyncio tells it; there from the first start on."""
-        self._argv = service.argv
+        self._service = service
         self._process: asyncio.subprocess.Process | None = None
         self._announced: asyncio.Future[Address]
         self._readers: list[asyncio.Future[Any]] = []
@@ -49,7 +57,9 @@ class ChildProcess:
 
     async def start(self) -> None:
         """Starts the process, with the address of the time before if there was one."""
-        argv = self._argv if self.address is None else ("--listen", str(self.address), *self._argv[2:])
+        argv = self._service.argv
+        if self.address is not None:
+            argv = ("--listen", ",".join([str(self.address), *self._service.listens_at[1:]]), *argv[2:])
         self._said = ""
         self._announced = asyncio.get_running_loop().create_future()
         process = await asyncio.create_subprocess_exec(
@@ -73,6 +83,8 @@ class ChildProcess:
     async def serving(self) -> None:
         """Returns once the process has announced its address and its health is SERVING."""
         address = await asyncio.shield(self._announced)
+        if self._service.listens_at[1:]:
+            address = Address.parse(self._service.listens_at[-1], field="--listen")
         async with connect(address, max_message_bytes=1024 * 1024) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
@@ -113,9 +125,10 @@ class ChildProcess:
     async def _read_stdout(self, stream: asyncio.StreamReader) -> None:
         async for line in stream:
             text = line.decode(errors="replace").strip()
-            if text.startswith(_ANNOUNCEMENT) and not self._announced.done():
-                self.address = Address.parse(text.removeprefix(_ANNOUNCEMENT), field="listening on")
-                self._announced.set_result(self.address)
+            if text.startswith(_ANNOUNCEMENT):
+                if not self._announced.done():
+                    self.address = Address.parse(text.removeprefix(_ANNOUNCEMENT), field="listening on")
+                    self._announced.set_result(self.address)
             else:
                 print(text, flush=True)  # where its other doors are
 

@@ -5,6 +5,7 @@ breaks is asked for again and goes on where it stopped.
 """
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -14,14 +15,15 @@ from typing import Self, Unpack
 import grpc
 
 from chairlift.asking import Options, Prompt, generate_request
-from chairlift.calls import DEFAULT_ADDRESS, MAX_MESSAGE_BYTES, failure
+from chairlift.calls import API_KEY_VARIABLE, DEFAULT_ADDRESS, MAX_MESSAGE_BYTES, Router, failure
 from chairlift.patience import Patience
 from chairlift.results import Answer, ChairliftError, Message, Piece
 from chairlift.transcript import Diverged, Transcript, whole_answer
 from protos.v1 import router_pb2_grpc
 from rpc.address import Address
 from rpc.channel import connect, connect_blocking
-from rpc.errors import from_call
+from rpc.errors import StartError, from_call
+from rpc.tls import Tls, TlsFiles
 
 DEFAULT_MAX_RETRIES = 5
 
@@ -38,11 +40,29 @@ class Client:
             print(client.chat("What is the capital of France?", max_tokens=32).text)
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
-        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT. Raises ValueError if it is neither."""
-        self._address = Address.parse(address, field="address")
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        api_key: str | None = None,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        tls_server_name: str = "",
+    ) -> None:
+        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT.
+
+        `api_key` is CHAIRLIFT_API_KEY of the environment when it is not given. The rest are files in PEM form
+        and a name, as in docs/security.md: with `tls_ca` TLS is spoken and that CA believed; `tls_cert` and
+        `tls_key` are shown. Raises ValueError for an address that is none, or files that cannot be used.
+        """
+        files = TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name)
+        self._router = _router(address, files, api_key)
         self._max_retries = max_retries
-        self._channel = connect_blocking(self._address, max_message_bytes=MAX_MESSAGE_BYTES)
+        self._channel = connect_blocking(
+            self._router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=self._router.certificates
+        )
         self._stub = router_pb2_grpc.RouterStub(self._channel)
 
     def generate(
@@ -59,9 +79,11 @@ class Client:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
             try:
-                return whole_answer(self._stub.Complete(request, timeout=remaining_seconds))
+                return whole_answer(
+                    self._stub.Complete(request, timeout=remaining_seconds, metadata=self._router.metadata)
+                )
             except grpc.RpcError as error:
-                delay = _delay_before_retry(patience, error, self._address)
+                delay = _delay_before_retry(patience, error, self._router)
             time.sleep(delay)
 
     def chat(
@@ -104,7 +126,9 @@ class Client:
     def _pieces(self, transcript: Transcript, patience: Patience) -> Generator[Piece]:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            call = self._stub.Generate(transcript.request, timeout=remaining_seconds)
+            call = self._stub.Generate(
+                transcript.request, timeout=remaining_seconds, metadata=self._router.metadata
+            )
             try:
                 for event in call:
                     piece = transcript.take(event)
@@ -112,7 +136,7 @@ class Client:
                         patience.renew()
                         yield piece
             except grpc.RpcError as error:
-                delay = _delay_before_retry(patience, error, self._address)
+                delay = _delay_before_retry(patience, error, self._router)
             except Diverged as error:
                 raise _cannot_go_on() from error
             else:
@@ -138,9 +162,25 @@ class AsyncClient:
         answers = await asyncio.gather(*(client.chat(question) for question in questions))
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
-        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT. Raises ValueError if it is neither."""
-        self._address = Address.parse(address, field="address")
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        api_key: str | None = None,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        tls_server_name: str = "",
+    ) -> None:
+        """`address` is HOST:PORT, unix:PATH or dns:///NAME:PORT.
+
+        `api_key` is CHAIRLIFT_API_KEY of the environment when it is not given. The rest are files in PEM form
+        and a name, as in docs/security.md: with `tls_ca` TLS is spoken and that CA believed; `tls_cert` and
+        `tls_key` are shown. Raises ValueError for an address that is none, or files that cannot be used.
+        """
+        files = TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name)
+        self._router = _router(address, files, api_key)
         self._max_retries = max_retries
         self._channel: grpc.aio.Channel | None = None
 
@@ -157,9 +197,13 @@ class AsyncClient:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
             try:
-                return whole_answer(await self._stub.Complete(request, timeout=remaining_seconds))
+                return whole_answer(
+                    await self._stub.Complete(
+                        request, timeout=remaining_seconds, metadata=self._router.metadata
+                    )
+                )
             except grpc.aio.AioRpcError as error:
-                delay = _delay_before_retry(patience, error, self._address)
+                delay = _delay_before_retry(patience, error, self._router)
             await asyncio.sleep(delay)
 
     async def chat(
@@ -197,13 +241,18 @@ class AsyncClient:
     @property
     def _stub(self) -> "router_pb2_grpc.RouterAsyncStub":
         if self._channel is None:  # a channel belongs to the loop that runs when it is made
-            self._channel = connect(self._address, max_message_bytes=MAX_MESSAGE_BYTES)
+            router = self._router
+            self._channel = connect(
+                router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=router.certificates
+            )
         return router_pb2_grpc.RouterStub(self._channel)
 
     async def _pieces(self, transcript: Transcript, patience: Patience) -> AsyncGenerator[Piece]:
         while True:
             remaining_seconds = patience.remaining_seconds(time.monotonic())
-            call = self._stub.Generate(transcript.request, timeout=remaining_seconds)
+            call = self._stub.Generate(
+                transcript.request, timeout=remaining_seconds, metadata=self._router.metadata
+            )
             try:
                 async for event in call:
                     piece = transcript.take(event)
@@ -211,7 +260,7 @@ class AsyncClient:
                         patience.renew()
                         yield piece
             except grpc.aio.AioRpcError as error:
-                delay = _delay_before_retry(patience, error, self._address)
+                delay = _delay_before_retry(patience, error, self._router)
             except Diverged as error:
                 raise _cannot_go_on() from error
             else:
@@ -296,12 +345,21 @@ def _patience(max_retries: int, timeout_seconds: float | None) -> Patience:
     return Patience(max_retries, None if timeout_seconds is None else time.monotonic() + timeout_seconds)
 
 
-def _delay_before_retry(patience: Patience, error: grpc.RpcError, address: Address) -> float:
+def _router(address: str, files: TlsFiles, api_key: str | None) -> Router:
+    """Raises ValueError with a sentence."""
+    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    try:
+        return Router(Address.parse(address, field="address"), Tls(files) if files else None, key)
+    except StartError as error:
+        raise ValueError(str(error)) from error
+
+
+def _delay_before_retry(patience: Patience, error: grpc.RpcError, router: Router) -> float:
     """Seconds to wait before asking again. Raises ChairliftError when that makes no sense."""
     refusal = from_call(error)
     delay = patience.delay_after(refusal, time.monotonic(), random.random())  # noqa: S311 - jitter, no secret
     if delay is None:
-        raise failure(refusal, address) from error
+        raise failure(refusal, router) from error
     return delay
 
 

@@ -17,8 +17,10 @@ import grpc
 
 from chairlift.protocol_checks import CHECKS, Check, Skipped, Subject
 from chairlift.step_driver import ExecutorDriver, Failure, ended_by
+from rpc import tls
 from rpc.address import Address, AddressError
 from rpc.channel import connect
+from rpc.errors import StartError
 
 TIMEOUT_SECONDS: Final = 60.0
 _MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -42,13 +44,19 @@ class Outcome:
 
 
 async def run(
-    address: str, report: Callable[[Outcome], None], *, timeout_seconds: float = TIMEOUT_SECONDS
+    address: str,
+    report: Callable[[Outcome], None],
+    *,
+    certificates: tls.Tls | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> int:
     """Check the executor at `address`, tell `report` of each check as it ends; 0 when none failed, else 1.
 
     `timeout_seconds` is how long it may take over one answer. Raises AddressError when `address` is none.
     """
-    channel = connect(Address.parse(address, field="ADDRESS"), max_message_bytes=_MAX_MESSAGE_BYTES)
+    channel = connect(
+        Address.parse(address, field="ADDRESS"), max_message_bytes=_MAX_MESSAGE_BYTES, tls=certificates
+    )
     tag = secrets.token_hex(4)
     subject = Subject(
         ExecutorDriver(channel, timeout_seconds=timeout_seconds),
@@ -61,11 +69,8 @@ async def run(
         try:
             await subject.open()
         except grpc.aio.AioRpcError as error:
-            report(
-                Outcome(
-                    "open", Verdict.FAILED, f"the executor at {address} cannot be opened ({ended_by(error)})"
-                )
-            )
+            why = tls.explained(error.details() or "", certificates) or ended_by(error)
+            report(Outcome("open", Verdict.FAILED, f"the executor at {address} cannot be opened ({why})"))
             return 1
         outcomes = []
         for check in CHECKS:
@@ -100,10 +105,11 @@ def main(argv: Sequence[str]) -> int:
         description="Checks that an executor keeps the step protocol. It takes the executor over.",
     )
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the executor")
-    address = parser.parse_args(argv).address
+    tls.add_flags(parser)
+    options = parser.parse_args(argv)
     try:
-        code = asyncio.run(run(address, print_outcome))
-    except AddressError as error:
+        code = asyncio.run(run(options.address, print_outcome, certificates=tls.from_flags(options)))
+    except (AddressError, StartError) as error:
         print(f"chairlift conformance: {error}", file=sys.stderr)
         return 2
     print("the executor conforms" if code == 0 else "the executor does not conform", flush=True)

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from chairlift.calls import router_at
+from chairlift.calls import Router, router_at
 from chairlift.figures import Answer, figures
 from chairlift.own_service import own_service
 from chairlift.results import ChairliftError
@@ -88,7 +88,7 @@ async def _demo(model: str, dtype: str, console: Console) -> int:
         console.rule(f"{description} (--batching {batching})")
         async with _service(model, dtype, batching, console) as address:
             show = _Board(console) if batching == "iteration" else contextlib.nullcontext(_ignore)
-            async with router_at(address) as router:
+            async with router_at(Router(address)) as router:
                 runs[batching] = await _ask_all(router, show)
         if batching == "iteration":
             _print_picture(runs[batching], console)

@@ -7,10 +7,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from chairlift.calls import DEFAULT_ADDRESS, router_at
+from chairlift.calls import Router, add_flags, from_flags, router_at
 from chairlift.results import ChairliftError
 from protos.v1 import router_pb2
-from rpc.address import Address, AddressError
+from rpc.address import AddressError
 
 _BAR_CHARACTERS = 24
 
@@ -19,11 +19,10 @@ def main(argv: list[str]) -> int:
     """Asks the router and prints the time line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="chairlift explain", description=__doc__.partition(": ")[2])
     parser.add_argument("request_id", help="the id that Accepted told")
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="the router (default: %(default)s)")
+    add_flags(parser)
     options = parser.parse_args(argv)
     try:
-        address = Address.parse(options.address, field="--address")
-        response = asyncio.run(_ask(address, options.request_id))
+        response = asyncio.run(_ask(from_flags(options), options.request_id))
     except (AddressError, ChairliftError) as error:
         print(f"chairlift explain: {error}", file=sys.stderr)
         return 1
@@ -31,9 +30,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-async def _ask(address: Address, request_id: str) -> router_pb2.ExplainResponse:
-    async with router_at(address) as router:
-        return await router.Explain(router_pb2.ExplainRequest(request_id=request_id), timeout=10)
+async def _ask(router: Router, request_id: str) -> router_pb2.ExplainResponse:
+    request = router_pb2.ExplainRequest(request_id=request_id)
+    async with router_at(router) as stub:
+        return await stub.Explain(request, timeout=10, metadata=router.metadata)
 
 
 def table(response: router_pb2.ExplainResponse) -> Table:

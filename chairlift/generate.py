@@ -6,10 +6,9 @@ import signal
 import sys
 
 from chairlift.asking import Options, Prompt
-from chairlift.calls import DEFAULT_ADDRESS
+from chairlift.calls import add_flags, from_flags
 from chairlift.client import AsyncClient
 from chairlift.results import ChairliftError, FinishReason, Message
-from rpc.address import Address
 
 _OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n")
 _WHY = {
@@ -23,9 +22,9 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0, 1 when the call fails or the answer was cut off, 130 after Ctrl-C."""
     options = _parser().parse_args(argv)
     try:
-        address = Address.parse(options.address, field="--address")
+        from_flags(options)  # what is wrong is told by the flag's name, before anything is read
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
-        return asyncio.run(_stream(str(address), _prompt(options, text), options))
+        return asyncio.run(_stream(_prompt(options, text), options))
     except (ChairliftError, ValueError) as error:
         print(f"chairlift generate: {error}", file=sys.stderr)
         return 1
@@ -40,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="What is not given is the model's own default.",
     )
     parser.add_argument("prompt", help="the text to continue; - reads it from stdin")
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="the router (default: %(default)s)")
     parser.add_argument("--chat", action="store_true", help="the prompt is a message to the assistant")
     parser.add_argument("--system", help="with --chat: the system message before it")
     parser.add_argument("--max-tokens", type=int, help="most tokens to generate")
@@ -54,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--n", type=int, default=1, help="how many answers (default: 1)")
     parser.add_argument("--timeout", type=float, help="give up after so many seconds")
+    add_flags(parser)
     return parser
 
 
@@ -65,7 +64,7 @@ def _prompt(options: argparse.Namespace, text: str) -> Prompt:
     return [*system, Message("user", text)]
 
 
-async def _stream(address: str, prompt: Prompt, options: argparse.Namespace) -> int:
+async def _stream(prompt: Prompt, options: argparse.Namespace) -> int:
     """Prints the answer as it comes; of several, the first as it comes and the others after it, in order.
 
     Raises:
@@ -76,7 +75,13 @@ async def _stream(address: str, prompt: Prompt, options: argparse.Namespace) -> 
     texts: dict[int, str] = {}
     exit_code = 0
     async with (
-        AsyncClient(address) as client,
+        AsyncClient(
+            options.address,
+            tls_ca=options.tls_ca,
+            tls_cert=options.tls_cert,
+            tls_key=options.tls_key,
+            tls_server_name=options.tls_server_name,
+        ) as client,
         client.stream(prompt, timeout_seconds=options.timeout, **given) as stream,
     ):
         async for piece in stream:

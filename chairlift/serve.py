@@ -1,7 +1,7 @@
 """`chairlift serve`: router, scheduler and executor on one machine, as processes that live and end together.
 
-They speak over Unix sockets in a private folder; only the router can be reached from outside. What a flag
-means is known by the service that takes it: here it is only handed on.
+They speak over Unix sockets in a private folder; only the router can be reached from outside, and it alone
+takes certificates. What a flag means is known by the service that takes it: here it is only handed on.
 """
 
 import asyncio
@@ -68,7 +68,18 @@ class ServeSettings(Settings):
     )
     max_queued: int | None = Field(default=None, description="Most waiting requests beyond the free seats.")
     max_queued_tokens: int | None = Field(default=None, description="Most prompt tokens of all that wait.")
-    tenants: str | None = Field(default=None, description="A TOML file of tenants' weights and limits.")
+    tenants: str | None = Field(
+        default=None,
+        description="A TOML file of tenants: API keys (every request needs one), limits, weights.",
+    )
+    tls_cert: str | None = Field(default=None, description="Certificate (PEM): clients must speak TLS.")
+    tls_key: str | None = Field(default=None, description="The certificate's key (PEM, not encrypted).")
+    tls_ca: str | None = Field(
+        default=None, description="CA certificates (PEM): clients must show a certificate of it."
+    )
+    tls_clients: str | None = Field(
+        default=None, description="With --tls-ca: certificate, or any client (keys tell who it is)."
+    )
     model_name: str | None = Field(default=None, description="The name that clients call the model by.")
     default_max_tokens: int | None = Field(
         default=None, description="Most tokens when a request does not say."
@@ -107,7 +118,11 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "aging_seconds": ("scheduler",),
     "max_queued": ("scheduler",),
     "max_queued_tokens": ("scheduler",),
-    "tenants": ("scheduler",),
+    "tenants": ("scheduler", "router"),
+    "tls_cert": ("router",),
+    "tls_key": ("router",),
+    "tls_ca": ("router",),
+    "tls_clients": ("router",),
     "http": ("router",),
     "model_name": ("router",),
     "default_max_tokens": ("router",),
@@ -121,11 +136,12 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
 
 def services(settings: ServeSettings, model: Path, folder: Path) -> list[Service]:
     """The three processes, in the order in which they become ready. `folder` is where their sockets go."""
-    sockets = {name: f"unix:{folder}/{name}.sock" for name in ("executor", "scheduler")}
+    sockets = {name: f"unix:{folder}/{name}.sock" for name in ALL}
     own = {
         "executor": ["--listen", sockets["executor"]],
         "scheduler": ["--listen", sockets["scheduler"], "--executor", sockets["executor"]],
-        "router": ["--listen", settings.listen, "--scheduler", sockets["scheduler"]],
+        # Its own socket too: by it we see how it is, whatever certificates clients must show.
+        "router": ["--listen", f"{settings.listen},{sockets['router']}", "--scheduler", sockets["scheduler"]],
     }
     given = settings.model_dump(exclude_none=True) | {"model": str(model)}
     for field, names in TAKEN_BY.items():
@@ -143,7 +159,7 @@ def main(argv: list[str]) -> int:
         model = resolve(settings.model, default_models_dir())
         with tempfile.TemporaryDirectory(prefix="chairlift-") as folder:
             for service in services(settings, model, Path(folder)):
-                Address.parse(service.argv[1], field=f"the {service.name}'s socket (see TMPDIR)")
+                Address.parse(service.listens_at[-1], field=f"the {service.name}'s socket (see TMPDIR)")
             return asyncio.run(_serve(settings, services(settings, model, Path(folder))))
     except (StartError, AddressError) as error:
         print(f"chairlift serve: {str(error).removeprefix('chairlift ')}", file=sys.stderr)

@@ -5,11 +5,11 @@ import asyncio
 import signal
 import sys
 
-from chairlift.calls import DEFAULT_ADDRESS, router_at
+from chairlift.calls import Router, add_flags, from_flags, router_at
 from chairlift.results import ChairliftError
 from chairlift.seats import Member, Seats, Step
 from protos.v1 import router_pb2
-from rpc.address import Address, AddressError
+from rpc.address import AddressError
 
 
 def step_of(summary: router_pb2.StepSummary) -> Step:
@@ -29,10 +29,10 @@ def step_of(summary: router_pb2.StepSummary) -> Step:
 def main(argv: list[str]) -> int:
     """Follows until Ctrl-C or until the router is gone; returns the exit code."""
     parser = argparse.ArgumentParser(prog="chairlift watch", description=__doc__.partition(": ")[2])
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="the router (default: %(default)s)")
+    add_flags(parser)
     options = parser.parse_args(argv)
     try:
-        return asyncio.run(_follow(Address.parse(options.address, field="--address")))
+        return asyncio.run(_follow(from_flags(options)))
     except (AddressError, ChairliftError) as error:
         print(f"chairlift watch: {error}", file=sys.stderr)
         return 1
@@ -40,10 +40,10 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGINT
 
 
-async def _follow(address: Address) -> int:
+async def _follow(router: Router) -> int:
     seats: dict[str, Seats] = {}
-    async with router_at(address) as router:
-        async for summary in router.Watch(router_pb2.WatchRequest()):
+    async with router_at(router) as stub:
+        async for summary in stub.Watch(router_pb2.WatchRequest(), metadata=router.metadata):
             of_executor = seats.setdefault(summary.executor_id, Seats(0))
             row = of_executor.take(step_of(summary))
             if row is not None:

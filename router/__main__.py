@@ -8,6 +8,7 @@ from protos.v1 import router_pb2, router_pb2_grpc
 from router import model_files
 from router.config import RouterSettings
 from router.intake import Intake, ServedModel
+from router.key_file import Doorkeeper
 from router.model_files import GenerationDefaults
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import TokenizerIdentity
@@ -20,6 +21,7 @@ from rpc.errors import StartError
 from rpc.health import Health
 from rpc.server import SideDoor, main, serve
 from rpc.settings import load
+from rpc.tls import Tls
 
 SERVICE_NAME: str = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 
@@ -28,6 +30,8 @@ async def run_router() -> int:
     """Serves until told to stop; returns the exit code. Raises StartError when it cannot start."""
     settings = load(RouterSettings, sys.argv[1:], prog="chairlift router")
     log.configure("router", fmt=settings.log_format, level=settings.log_level)
+    certificates = settings.tls()
+    doorkeeper = Doorkeeper(settings.tenants)
     try:
         files = model_files.read(settings.model)
         tokenizer = Tokenizer(files)
@@ -48,6 +52,7 @@ async def run_router() -> int:
                 recovery_timeout_seconds=settings.recovery_timeout,
                 max_message_bytes=settings.max_message_bytes,
                 on_serving_changed=tell_health,
+                tls=certificates,
             )
             for address in parse_list(settings.scheduler, field="--scheduler")
         ]
@@ -61,7 +66,10 @@ async def run_router() -> int:
         schedulers=schedulers,
     )
     servicer = RouterServicer(
-        intake=intake, schedulers=schedulers, max_message_bytes=settings.max_message_bytes
+        intake=intake,
+        schedulers=schedulers,
+        max_message_bytes=settings.max_message_bytes,
+        doorkeeper=doorkeeper,
     )
     try:
         return await serve(
@@ -70,13 +78,15 @@ async def run_router() -> int:
             health=health,
             run=schedulers.run,
             drain=intake.drain,
-            side_doors=[_http_door(intake, settings)] if settings.http else [],
+            side_doors=[_http_door(intake, settings, doorkeeper, certificates)] if settings.http else [],
         )
     finally:
         intake.close()
 
 
-def _http_door(intake: Intake, settings: RouterSettings) -> SideDoor:
+def _http_door(
+    intake: Intake, settings: RouterSettings, doorkeeper: Doorkeeper, certificates: Tls | None
+) -> SideDoor:
     """The HTTP door. Its libraries are an extra. Raises StartError when they are not there."""
     try:
         from router.http.app import HttpApp
@@ -86,7 +96,12 @@ def _http_door(intake: Intake, settings: RouterSettings) -> SideDoor:
             f"--http needs libraries that are not installed ({error.name}); "
             "`pip install 'chairlift[router,http]'` brings them"
         ) from error
-    return HttpDoor(HttpApp(intake, max_body_bytes=settings.max_message_bytes), settings.http)
+    return HttpDoor(
+        HttpApp(intake, max_body_bytes=settings.max_message_bytes, doorkeeper=doorkeeper),
+        settings.http,
+        tls=certificates,
+        demand_certificates=settings.demands_certificates,
+    )
 
 
 def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:

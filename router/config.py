@@ -1,6 +1,7 @@
 """What a router can be told. Read once; each field is a flag and an environment variable."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -18,6 +19,16 @@ class RouterSettings(ServiceSettings):
         default="",
         description="Where to serve OpenAI's HTTP too: HOST:PORT or unix:PATH; empty: nowhere. It needs the "
         "`http` extra.",
+    )
+    tls_clients: Literal["certificate", "any"] = Field(
+        default="certificate",
+        description="With --tls-ca, whether clients must show a certificate of it; any: their keys tell who "
+        "they are. Schedulers and executors show and demand theirs either way.",
+    )
+    tenants: str = Field(
+        default="",
+        description="A TOML file of tenants with the hashes of their API keys (`chairlift key` makes one). "
+        "With it, every request needs a key. The file is read again when it changes.",
     )
     model: Path = Field(
         description="Folder or GGUF file to take the tokenizer, the chat template and the defaults from."
@@ -41,3 +52,8 @@ class RouterSettings(ServiceSettings):
         allow_inf_nan=False,
         description="Seconds that running requests wait for a lost scheduler; 0 ends them at once.",
     )
+
+    @property
+    def demands_certificates(self) -> bool:
+        """Whether clients of the network must show a certificate."""
+        return bool(self.tls_ca) and self.tls_clients == "certificate"

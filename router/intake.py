@@ -20,9 +20,10 @@ from typing import Final
 import grpc
 import structlog
 
-from router import validation
+from router import keys, validation
 from router.call import Call
 from router.chat import ChatError
+from router.keys import ANYBODY, Caller
 from router.request_log import End, FinishReason, RequestLog
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import Welcome
@@ -61,6 +62,7 @@ class Arrival:
     deadline: float | None
     body_digest: bytes
     refuse_unknown: abc.Callable[[], None] = lambda: None
+    caller: Caller = ANYBODY
 
 
 class Intake:
@@ -69,7 +71,7 @@ class Intake:
     def __init__(self, *, model: ServedModel, schedulers: SchedulerPool) -> None:
         self.model = model
         self._schedulers = schedulers
-        self._live_ids: set[str] = set()
+        self._live_ids: set[tuple[str, str]] = set()  # tenant and request id
         self._idle = asyncio.Event()
         self._idle.set()
         self._threads = concurrent.futures.ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
@@ -110,8 +112,8 @@ class Intake:
         for request in requests:
             validation.check_request_id(request.request_id)
         named = [replace(asked, request_id=asked.request_id or uuid.uuid4().hex) for asked in requests]
-        ids = [asked.request_id for asked in named]
-        with structlog.contextvars.bound_contextvars(request_id=ids[0]), self._reserved(ids):
+        ids = [(arrival.caller.tenant, asked.request_id) for asked in named]
+        with structlog.contextvars.bound_contextvars(request_id=ids[0][1]), self._reserved(ids):
             begun = [await self._begun(asked, arrival) for asked in named]
             call = Call(tuple(log for _, log in begun))
             try:
@@ -125,10 +127,10 @@ class Intake:
                     _log_end(log)
 
     @contextlib.contextmanager
-    def _reserved(self, ids: list[str]) -> abc.Iterator[None]:
-        """Keeps ids, each for one request. Raises RequestError, ALREADY_EXISTS, when one has a request."""
-        for request_id in ids:
-            if request_id in self._live_ids:
+    def _reserved(self, ids: list[tuple[str, str]]) -> abc.Iterator[None]:
+        """Keeps ids, each for one request of its tenant. Raises RequestError for one in use."""
+        for tenant, request_id in ids:
+            if (tenant, request_id) in self._live_ids:
                 raise RequestError(
                     grpc.StatusCode.ALREADY_EXISTS,
                     f"request_id is {request_id!r}, and a request of this id is still running",
@@ -152,6 +154,7 @@ class Intake:
         assert welcome is not None, "a scheduler that takes requests has been welcomed"
         limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
         checked = validation.checked(asked, model=self.model.name, limits=limits)
+        keys.check_priority(arrival.caller, checked.priority)
         arrival.refuse_unknown()
         valid = validation.fitted(
             checked,
@@ -160,10 +163,10 @@ class Intake:
             defaults=self.model.defaults,
             drawn_seed=secrets.randbits(64) - (1 << 63),
         )
-        tokenizer = self.model.tokenizer
+        tokenizer, tenant = self.model.tokenizer, arrival.caller.tenant
         log = RequestLog(
             request_id=asked.request_id,
-            tenant="",
+            tenant=tenant,
             prompt_token_ids=valid.prompt_token_ids,
             sampling=valid.sampling,
             texts=[
@@ -172,7 +175,8 @@ class Intake:
             ],
             eos_token_ids=frozenset(welcome.eos_token_ids),
             priority=valid.priority,
-            cache_salt=valid.cache_salt,
+            # No tenant can tell by the time to the first token what another has asked.
+            cache_salt=f"{tenant}\0{valid.cache_salt}" if tenant else valid.cache_salt,
             body_digest=arrival.body_digest,
             deadline=arrival.deadline,
             received_at=arrival.received_at,

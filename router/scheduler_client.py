@@ -29,8 +29,9 @@ from router.scheduler_session import (
     Welcome,
 )
 from rpc.address import Address
-from rpc.channel import connect
+from rpc.channel import Line
 from rpc.errors import RequestError, from_call
+from rpc.tls import Tls, explained
 
 _MIN_RETRY_SECONDS: Final = 0.05
 _MAX_RETRY_SECONDS: Final = 1.0
@@ -51,11 +52,13 @@ class SchedulerClient:
         recovery_timeout_seconds: float,
         max_message_bytes: int,
         on_serving_changed: abc.Callable[[], None],
+        tls: Tls | None = None,
     ) -> None:
         """`on_serving_changed` is called whenever `refusal` may have changed."""
         self.address = address
-        self._channel = connect(address, max_message_bytes=max_message_bytes)
-        self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
+        self._tls = tls
+        self._line = Line(address, max_message_bytes=max_message_bytes, tls=tls)
+        self._stub = scheduler_pb2_grpc.SchedulerStub(self._line.channel)
         self._session = SchedulerSession(
             router_id=router_id, tokenizer=tokenizer, recovery_timeout_seconds=recovery_timeout_seconds
         )
@@ -143,10 +146,12 @@ class SchedulerClient:
         finally:
             if self._recovery_timer is not None:
                 self._recovery_timer.cancel()
-            await self._channel.close(None)
+            await self._line.close()
 
     async def _hold_stream(self) -> str:
         """Keeps one stream for as long as it lives; returns why it ended, as the rest of a sentence."""
+        if await self._line.renew():
+            self._stub = scheduler_pb2_grpc.SchedulerStub(self._line.channel)
         call = self._stub.Connect()  # type: ignore[call-arg]  # without an iterator: we call write()
         connection = self._session.connected()
         self._outgoing.set()
@@ -161,7 +166,9 @@ class SchedulerClient:
             except SessionError as error:
                 return f"it broke the protocol: {error}"
             except grpc.aio.AioRpcError as error:
-                return f"it cannot be reached ({error.code().name}: {error.details()})"
+                details = error.details() or ""
+                why = explained(details, self._tls) or f"{error.code().name}: {details}"
+                return f"it cannot be reached ({why})"
             else:
                 return "it ended the stream"
             finally:

@@ -14,9 +14,11 @@ import grpc
 import structlog
 
 from protos.v1 import router_pb2, router_pb2_grpc
-from router import validation, wire
+from router import keys, validation, wire
 from router.call import Call
 from router.intake import Arrival, Intake
+from router.key_file import Doorkeeper
+from router.keys import Caller
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from rpc.errors import RequestError, abort
 
@@ -28,9 +30,12 @@ _log = structlog.get_logger()
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """The service `chairlift.v1.Router`."""
 
-    def __init__(self, *, intake: Intake, schedulers: SchedulerPool, max_message_bytes: int) -> None:
+    def __init__(
+        self, *, intake: Intake, schedulers: SchedulerPool, max_message_bytes: int, doorkeeper: Doorkeeper
+    ) -> None:
         """`max_message_bytes` is told to clients; the server enforces it."""
         self._intake = intake
+        self._doorkeeper = doorkeeper
         self._schedulers = schedulers
         self._max_message_bytes = max_message_bytes
 
@@ -45,7 +50,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         An end that fails the call is told by the status alone: gRPC clients may drop messages that arrive
         together with an error status.
         """
-        async with _answering(context), self._call(request, context) as call:
+        async with self._answering(context) as caller, self._call(request, context, caller) as call:
             await call.until_taken_in()
             await context.write(router_pb2.GenerateEvent(accepted=wire.accepted(call.logs[0])))
             while news := await call.news():
@@ -56,13 +61,13 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.GenerateResponse:
         """The same, once, at the end. A choice that fails fails the call."""
-        async with _answering(context), self._call(request, context) as call:
+        async with self._answering(context) as caller, self._call(request, context, caller) as call:
             await call.until_taken_in()
             await call.until_ended()
             return wire.response(call.logs[0])
 
     def _call(
-        self, request: router_pb2.GenerateRequest, context: Context
+        self, request: router_pb2.GenerateRequest, context: Context, caller: Caller
     ) -> contextlib.AbstractAsyncContextManager[Call]:
         """The request as a call of one."""
         received_at = time.monotonic()
@@ -72,6 +77,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             deadline=None if remaining_seconds is None else received_at + remaining_seconds,
             body_digest=wire.body_digest(request),
             refuse_unknown=partial(wire.refuse_unknown_fields, request),
+            caller=caller,
         )
         return self._intake.call([wire.generate_request(request)], arrival)
 
@@ -81,7 +87,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
         """Ids as Generate would make them."""
-        async with _answering(context):
+        async with self._answering(context):
             self._intake.check_model(request.model)
             token_ids = await self._intake.tokenize(
                 wire.text_or_chat(request), partial(wire.refuse_unknown_fields, request)
@@ -94,7 +100,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
         """Text as Generate would make it."""
-        async with _answering(context):
+        async with self._answering(context):
             self._intake.check_model(request.model)
             wire.refuse_unknown_fields(request)
             text = await self._intake.detokenize(request.token_ids, include_special=request.include_special)
@@ -104,8 +110,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.GetModelRequest, context: Context
     ) -> router_pb2.GetModelResponse:
         """The model as the router and its scheduler know it."""
-        async with _answering(context):
+        async with self._answering(context):
             self._intake.check_model(request.model)
+            wire.refuse_unknown_fields(request)
             welcome, model = self._intake.welcome(), self._intake.model
             return router_pb2.GetModelResponse(
                 model=model.name,
@@ -124,16 +131,21 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
-        """Asks the scheduler that the request was placed at."""
-        async with _answering(context):
+        """Asks the scheduler that the request was placed at, on behalf of the request's owner."""
+        async with self._answering(context) as caller:
             validation.check_request_id(request.request_id)
-            return await self._schedulers.place(request.request_id).explain(request)
+            keys.check_no_tenant(request.tenant)
+            wire.refuse_unknown_fields(request)
+            owned = router_pb2.ExplainRequest(request_id=request.request_id, tenant=caller.tenant)
+            return await self._schedulers.place(request.request_id).explain(owned)
 
     async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
         self, request: router_pb2.WatchRequest, context: Context
     ) -> None:
         """Hands on the step summaries of every scheduler that serves, as fast as the watcher takes them."""
-        async with _answering(context):
+        async with self._answering(context) as caller:
+            keys.check_admin(caller, "Watch")
+            wire.refuse_unknown_fields(request)
             serving = [client for client in self._schedulers.clients if client.refusal is None]
             if not serving:
                 raise RequestError(grpc.StatusCode.UNAVAILABLE, self._schedulers.refusal or "not serving")
@@ -152,15 +164,24 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 for task in relays:
                     task.cancel()
 
+    @contextlib.asynccontextmanager
+    async def _answering(self, context: Context) -> abc.AsyncIterator[Caller]:
+        """Who asks. What the call fails with becomes its status; a defect INTERNAL and a line in the log."""
+        try:
+            yield self._doorkeeper.caller(_authorization(context))
+        except RequestError as error:
+            _log.info("request_failed", code=error.code.name, field=error.field)
+            await abort(context, error)
+        except Exception:  # noqa: BLE001 - the outermost frame of ours; it is logged and answered
+            _log.exception("defect")
+            await abort(
+                context, RequestError(grpc.StatusCode.INTERNAL, "the router failed; its log says where")
+            )
 
-@contextlib.asynccontextmanager
-async def _answering(context: Context) -> abc.AsyncIterator[None]:
-    """Turns what a call fails with into its status; a defect becomes INTERNAL and a line in the log."""
-    try:
-        yield
-    except RequestError as error:
-        _log.info("request_failed", code=error.code.name, field=error.field)
-        await abort(context, error)
-    except Exception:  # noqa: BLE001 - the outermost frame of ours; it is logged and answered
-        _log.exception("defect")
-        await abort(context, RequestError(grpc.StatusCode.INTERNAL, "the router failed; its log says where"))
+
+def _authorization(context: Context) -> str:
+    """The header of that name; empty when there is none."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "authorization":
+            return value if isinstance(value, str) else value.decode(errors="replace")
+    return ""

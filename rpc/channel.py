@@ -4,32 +4,70 @@ Pings. A silent call (a long queue, a long prompt) must neither be taken for dea
 clients ping every 10 s, with or without calls, and give a peer 5 s to answer: a peer that vanished without
 a word is noticed within 15 s. Our servers do the same towards clients, and allow any client to ping as often
 as every 5 s; one that pings faster is told "too_many_pings" (UNAVAILABLE), and only its own connection ends.
+
+Headers. A server takes 16 KiB of them in all, a client as much; beyond it a call gets RESOURCE_EXHAUSTED.
+
+TLS. With certificates given (rpc.tls) every connection of the network is TLS; a Unix socket never is.
 """
 
 import grpc
 
 from rpc.address import Address
+from rpc.tls import Tls
 
 KEEPALIVE_SECONDS = 10
 KEEPALIVE_TIMEOUT_SECONDS = 5
 MIN_PING_INTERVAL_SECONDS = 5
 MAX_RECONNECT_SECONDS = 1
+MAX_HEADER_BYTES = 16 * 1024
 
 Options = list[tuple[str, int | str]]
 
 
-def connect(address: Address, *, max_message_bytes: int) -> grpc.aio.Channel:
+def connect(address: Address, *, max_message_bytes: int, tls: Tls | None = None) -> grpc.aio.Channel:
     """A channel to `address`. It connects at the first call and reconnects by itself, at most 1 s apart."""
-    options = _client_options(address, max_message_bytes)
-    return grpc.aio.insecure_channel(address.target, options=options)
+    options = _client_options(address, max_message_bytes, tls)
+    if tls is None or address.unix_path is not None:
+        return grpc.aio.insecure_channel(address.target, options=options)
+    return grpc.aio.secure_channel(address.target, tls.channel_credentials(), options=options)
 
 
-def connect_blocking(address: Address, *, max_message_bytes: int) -> grpc.Channel:
+def connect_blocking(address: Address, *, max_message_bytes: int, tls: Tls | None = None) -> grpc.Channel:
     """The same for threads, outside any event loop."""
-    return grpc.insecure_channel(address.target, options=_client_options(address, max_message_bytes))
+    options = _client_options(address, max_message_bytes, tls)
+    if tls is None or address.unix_path is not None:
+        return grpc.insecure_channel(address.target, options=options)
+    return grpc.secure_channel(address.target, tls.channel_credentials(), options=options)
 
 
-def _client_options(address: Address, max_message_bytes: int) -> Options:
+class Line:
+    """A channel for long: made anew, between two of its streams, when certificate files have changed."""
+
+    def __init__(self, address: Address, *, max_message_bytes: int, tls: Tls | None) -> None:
+        self._address = address
+        self._max_message_bytes = max_message_bytes
+        self._tls = tls
+        self._made_with = tls and tls.current()
+        self.channel = self._made()
+
+    async def renew(self) -> bool:
+        """Whether `channel` is another one from now on; calls on the one before are cancelled."""
+        newest = self._tls and self._tls.current()
+        if newest is self._made_with:
+            return False
+        old, self._made_with, self.channel = self.channel, newest, self._made()
+        await old.close(None)
+        return True
+
+    async def close(self) -> None:
+        """Gives the connection back."""
+        await self.channel.close(None)
+
+    def _made(self) -> grpc.aio.Channel:
+        return connect(self._address, max_message_bytes=self._max_message_bytes, tls=self._tls)
+
+
+def _client_options(address: Address, max_message_bytes: int, tls: Tls | None) -> Options:
     options: Options = [
         *_common_options(max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -43,6 +81,8 @@ def _client_options(address: Address, max_message_bytes: int) -> Options:
     ]
     if address.unix_path is not None:
         options.append(("grpc.default_authority", "localhost"))  # a path is no legal :authority elsewhere
+    elif tls is not None and tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
     return options
 
 
@@ -52,6 +92,8 @@ def server_options(*, max_message_bytes: int) -> Options:
         *_common_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_SECONDS * 1000),
         ("grpc.http2.max_ping_strikes", 2),
+        ("grpc.max_metadata_size", MAX_HEADER_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_HEADER_BYTES),
         # With it two processes share one port and each gets half of the calls, in silence.
         ("grpc.so_reuseport", 0),
     ]

@@ -17,12 +17,16 @@ import grpc
 
 from rpc.address import Address, AddressError
 from rpc.errors import StartError
+from rpc.tls import Tls
 
 
-def bind(server: grpc.aio.Server, listen: str) -> Address:
+def bind(
+    server: grpc.aio.Server, listen: str, tls: Tls | None = None, *, demand_certificates: bool = False
+) -> Address:
     """Binds the server to `listen` and returns the address with the port that was taken.
 
-    A socket file that a dead process left behind is removed; one on which somebody listens is not.
+    A socket file that a dead process left behind is removed; one on which somebody listens is not. With `tls`
+    an address of the network is served by TLS alone; its callers show certificates if that is demanded.
 
     Raises:
         StartError: naming the address and the reason.
@@ -32,7 +36,11 @@ def bind(server: grpc.aio.Server, listen: str) -> Address:
             _try_path(Path(address.unix_path))
         else:
             _try_port(address)
-        port = server.add_insecure_port(address.target)
+        if tls is None or address.unix_path is not None:
+            port = server.add_insecure_port(address.target)
+        else:
+            credentials = tls.server_credentials(demand_certificates=demand_certificates)
+            port = server.add_secure_port(address.target, credentials)
     return _with_port(address, port)
 
 

@@ -67,8 +67,9 @@ async def serve(
             is ended (clients see UNAVAILABLE). Without it, open calls are waited for.
         side_doors: opened, closed and stopped along with the gRPC server; `drain` waits for their calls too.
 
-    A second signal ends the process at once. The bound address is announced on stdout as one line,
-    `listening on ADDRESS`, and that of each side door as another, `NAME on ADDRESS`.
+    A second signal ends the process at once. Each bound address is announced on stdout as one line,
+    `listening on ADDRESS`, in the order of the setting, and that of each side door as another, `NAME on
+    ADDRESS`.
 
     Raises:
         StartError: the address cannot be had, or `run` found that the service cannot start.
@@ -81,11 +82,17 @@ async def serve(
         add_to(server)
     await health.register(server)
     reflection.enable_server_reflection([*services, health_service.SERVICE_NAME], server)
-    address = bind(server, settings.listen)
+    certificates = settings.tls()
+    addresses = [
+        bind(server, listen, certificates, demand_certificates=settings.demands_certificates)
+        for listen in settings.listen.split(",")
+    ]
     with _stop_signals() as stop_asked:
         await server.start()
-        print(f"listening on {address}", flush=True)  # noqa: T201 - the announcement that scripts wait for
-        _log.info("listening", address=str(address))
+        for address in addresses:
+            print(f"listening on {address}", flush=True)  # noqa: T201 - the announcement that scripts wait for
+            secured = certificates is not None and address.unix_path is None
+            _log.info("listening", address=str(address), tls=secured)
         work = None
         try:
             for side_door in side_doors:

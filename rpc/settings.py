@@ -16,11 +16,13 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from rpc.errors import StartError
+from rpc.tls import Tls, TlsFiles
 
 PREFIX = "CHAIRLIFT_"
 # Variables with our prefix that are not settings of a service, and who reads them.
 OTHER_VARIABLES = frozenset(
     {
+        "CHAIRLIFT_API_KEY",  # the client library and the commands
         "CHAIRLIFT_CACHE_DIR",  # built kernels of the executor
         "CHAIRLIFT_MODELS_DIR",  # chairlift pull, chairlift serve
         "CHAIRLIFT_TEST_MODEL",  # the tests
@@ -47,7 +49,23 @@ class Settings(BaseSettings):
 class ServiceSettings(Settings):
     """What every service can be told."""
 
-    listen: str = Field(description="Where to listen: HOST:PORT or unix:PATH. Port 0 takes a free one.")
+    listen: str = Field(
+        description="Where to listen: HOST:PORT or unix:PATH, or several, separated by commas. "
+        "Port 0 takes a free one."
+    )
+    tls_cert: str = Field(
+        default="", description="Certificate (PEM, with its chain) that this process shows on every hop."
+    )
+    tls_key: str = Field(default="", description="The certificate's key (PEM, not encrypted).")
+    tls_ca: str = Field(
+        default="",
+        description="CA certificates (PEM): callers must show a certificate of it, and who is called too.",
+    )
+    tls_server_name: str = Field(
+        default="",
+        max_length=253,
+        description="Name expected in the certificate of who is called, in place of the address's host.",
+    )
     log_format: Literal["console", "json"] = Field(
         default="console" if sys.stderr.isatty() else "json",
         description="Form of the log lines on stderr; console where that is a terminal, else json.",
@@ -64,6 +82,21 @@ class ServiceSettings(Settings):
         le=2**31 - 1,
         description="Largest message sent or taken, bytes; the same on all tiers.",
     )
+
+    @property
+    def demands_certificates(self) -> bool:
+        """Whether callers of the network must show a certificate."""
+        return bool(self.tls_ca)
+
+    def tls(self) -> Tls | None:
+        """The certificates; None where none are given. Raises StartError."""
+        files = TlsFiles(self.tls_cert, self.tls_key, self.tls_ca, self.tls_server_name)
+        if files and not files.cert:
+            raise StartError(
+                "--tls-ca is given without --tls-cert and --tls-key: a service that speaks TLS to others is "
+                "served by TLS too"
+            )
+        return Tls(files) if files else None
 
 
 def load(settings_class: type[S], argv: list[str], *, prog: str) -> S:

@@ -25,6 +25,7 @@ async def run(argv: list[str]) -> int:
     """Serves until told to stop; returns the exit code."""
     settings = load(SchedulerSettings, argv, prog="chairlift scheduler")
     log.configure("scheduler", fmt=settings.log_format, level=settings.log_level)
+    certificates = settings.tls()
     health = Health([SERVICE])
     core = SchedulerCore(
         settings.limits,
@@ -44,6 +45,7 @@ async def run(argv: list[str]) -> int:
             scheduler_id=settings.name,
             reattach_seconds=settings.reattach_seconds,
             max_message_bytes=settings.max_message_bytes,
+            tls=certificates,
         )
 
     # What was loaded by now stays for good: the collector need not look at it, and may rest longer between

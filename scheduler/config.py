@@ -15,6 +15,8 @@ from scheduler.tenants import TenantLimits
 from scheduler.waiting import Policy
 
 DEFAULT_TENANT = "default"
+# What routers read in the tables of the tenants' file: who may ask, and what.
+KEYS_OF_ROUTERS = frozenset({"keys", "best_priority", "admin"})
 
 
 class SchedulerSettings(ServiceSettings):
@@ -103,7 +105,8 @@ class SchedulerSettings(ServiceSettings):
     tenants: str = Field(
         default="",
         description="A TOML file of tenants: a table for each name, [default] for all others, with weight, "
-        "max_running, max_blocks, max_queued, max_queued_tokens, requests_per_minute, tokens_per_minute.",
+        "max_running, max_blocks, max_queued, max_queued_tokens, requests_per_minute, tokens_per_minute. The "
+        "same file holds the keys that routers ask for.",
     )
     router_stall_seconds: float = Field(
         default=10.0, gt=0, le=3600, description="A router that takes nothing for this long loses its stream."
@@ -180,13 +183,14 @@ def read_tenants(path: str) -> dict[str, TenantLimits]:
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise ValueError(f"{name} is no table: write [{name}] and its limits below")  # noqa: TRY004  (one kind of error)
-        for key, value in table.items():
+        mine = {key: value for key, value in table.items() if key not in KEYS_OF_ROUTERS}
+        for key, value in mine.items():
             if key not in known:
                 raise ValueError(f"[{name}] has {key}, which is none of: {', '.join(known)}")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"[{name}] {key} is {value!r}: it must be a number")  # noqa: TRY004
         try:
-            limits[name] = TenantLimits(**table)
+            limits[name] = TenantLimits(**mine)
         except ValueError as error:
             raise ValueError(f"[{name}] {error}") from error
     return limits

@@ -184,11 +184,12 @@ class SchedulerCore:
             ended.append(seq)
         return ended
 
-    def explain(self, request_id: str, now: float) -> dict[int, list[Entry]]:
-        """Where the time of a request went, by choice; empty when nothing is known of it."""
-        lines = self._time_lines.of(request_id)
+    def explain(self, request_id: str, now: float, tenant: str = "") -> dict[int, list[Entry]]:
+        """Where the time of a tenant's request went, by choice; empty when nothing is known of it."""
+        lines = self._time_lines.of(tenant, request_id)
         for seq in self.sequences.values():
-            if seq.request.request_id == request_id and seq.time_line and seq.state is not State.FINISHED:
+            is_it = seq.request.request_id == request_id and seq.request.tenant == tenant
+            if is_it and seq.time_line and seq.state is not State.FINISHED:
                 lines[seq.request.sample_index] = seq.time_line.so_far(now, self.clocks)
         return lines
 
@@ -674,7 +675,9 @@ class SchedulerCore:
         self._timers.watch(seq, len(self.sequences))
         if seq.time_line is not None:
             seq.time_line.close(self._now, self.clocks)
-            self._time_lines.keep(seq.request.request_id, seq.request.sample_index, seq.time_line.entries)
+            request = seq.request
+            entries = seq.time_line.entries
+            self._time_lines.keep(request.tenant, request.request_id, request.sample_index, entries)
 
     def _end_running(self, state: ExecutorState, seq: Sequence, finish: Finish, event: Event) -> None:
         executor_knows = event in {Event.FINISH, Event.FAIL}

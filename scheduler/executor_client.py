@@ -9,7 +9,8 @@ import structlog
 
 from protos.v1 import executor_pb2, executor_pb2_grpc
 from rpc.address import Address
-from rpc.channel import connect
+from rpc.channel import Line
+from rpc.tls import Tls, explained
 from scheduler import wire
 from scheduler.plan import Capacity, StepResult
 
@@ -41,23 +42,26 @@ class Opened:
 class ExecutorClient:
     """One channel to one executor."""
 
-    def __init__(self, address: Address, *, max_message_bytes: int) -> None:
-        self._channel = connect(address, max_message_bytes=max_message_bytes)
-        self._stub: executor_pb2_grpc.ExecutorAsyncStub = executor_pb2_grpc.ExecutorStub(self._channel)
+    def __init__(self, address: Address, *, max_message_bytes: int, tls: Tls | None = None) -> None:
+        self._tls = tls
+        self._line = Line(address, max_message_bytes=max_message_bytes, tls=tls)
+        self._stub: executor_pb2_grpc.ExecutorAsyncStub = executor_pb2_grpc.ExecutorStub(self._line.channel)
 
     async def close(self) -> None:
         """Gives the connection back."""
-        await self._channel.close(None)
+        await self._line.close()
 
     async def open(self, scheduler_id: str) -> Opened:
         """Takes the executor over. Raises ExecutorUnreachableError or HeldError."""
         request = executor_pb2.OpenRequest(
             scheduler_id=scheduler_id, protocol_revision=wire.PROTOCOL_REVISION
         )
+        if await self._line.renew():
+            self._stub = executor_pb2_grpc.ExecutorStub(self._line.channel)
         try:
             response = await self._stub.Open(request, timeout=OPEN_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
-            raise _meaning(error) from error
+            raise _meaning(error, self._tls) from error
         try:
             return Opened(response.epoch, response.term, wire.capacity_of(response))
         except wire.CapacityError as error:
@@ -65,23 +69,26 @@ class ExecutorClient:
 
     def execute(self) -> "ExecuteStream":
         """A new stream of plans; the newest one of an epoch wins."""
-        return ExecuteStream(self._stub.Execute(None))
+        return ExecuteStream(self._stub.Execute(None), self._tls)
 
 
 class ExecuteStream:
     """Plans out, results in."""
 
     def __init__(
-        self, call: "grpc.aio.StreamStreamCall[executor_pb2.BatchPlan, executor_pb2.StepResult]"
+        self,
+        call: "grpc.aio.StreamStreamCall[executor_pb2.BatchPlan, executor_pb2.StepResult]",
+        tls: Tls | None = None,
     ) -> None:
         self._call = call
+        self._tls = tls
 
     async def send(self, message: executor_pb2.BatchPlan) -> None:
         """Sends one plan. Raises what the end of the stream means."""
         try:
             await self._call.write(message)
         except grpc.aio.AioRpcError as error:
-            raise _meaning(error) from error
+            raise _meaning(error, self._tls) from error
         except asyncio.InvalidStateError as error:  # the call has ended; `results` says why
             raise ExecutorUnreachableError("the stream has ended") from error
 
@@ -93,7 +100,7 @@ class ExecuteStream:
                     raise EpochLostError("what came is no StepResult")
                 yield wire.result_of(message)
         except grpc.aio.AioRpcError as error:
-            raise _meaning(error) from error
+            raise _meaning(error, self._tls) from error
         raise ExecutorUnreachableError("the executor closed the stream")
 
     def cancel(self) -> None:
@@ -101,10 +108,9 @@ class ExecuteStream:
         self._call.cancel()
 
 
-def _meaning(error: grpc.aio.AioRpcError) -> Exception:
+def _meaning(error: grpc.aio.AioRpcError, tls: Tls | None) -> Exception:
     details = error.details() or ""
-    # gRPC tells at length, and differently at each try, how it found nobody.
-    text = "nobody answers" if "connect" in details.lower() else f"{error.code().name}: {details}"
+    text = explained(details, tls) or f"{error.code().name}: {details}"
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         return HeldError(text)
     if error.code() in {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS}:

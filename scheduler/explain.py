@@ -142,20 +142,21 @@ class TimeLine:
 
 
 class TimeLines:
-    """Time lines of the last requests that ended, by request id and choice."""
+    """Time lines of the last requests that ended, by tenant, request id and choice."""
 
     __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, dict[int, list[Entry]]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], dict[int, list[Entry]]] = OrderedDict()
 
-    def keep(self, request_id: str, sample_index: int, entries: list[Entry]) -> None:
+    def keep(self, tenant: str, request_id: str, sample_index: int, entries: list[Entry]) -> None:
         """Keeps the line of a choice that has ended."""
-        self._kept.setdefault(request_id, {})[sample_index] = entries
-        self._kept.move_to_end(request_id)
+        name = (tenant, request_id)
+        self._kept.setdefault(name, {})[sample_index] = entries
+        self._kept.move_to_end(name)
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
 
-    def of(self, request_id: str) -> dict[int, list[Entry]]:
-        """The lines kept under this id, by choice; empty when there are none."""
-        return dict(self._kept.get(request_id, {}))
+    def of(self, tenant: str, request_id: str) -> dict[int, list[Entry]]:
+        """The lines kept of this tenant's id, by choice; empty when there are none."""
+        return dict(self._kept.get((tenant, request_id), {}))

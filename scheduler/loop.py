@@ -15,6 +15,7 @@ import structlog
 from protos.v1 import router_pb2
 from rpc.address import Address
 from rpc.channel import MAX_RECONNECT_SECONDS
+from rpc.tls import Tls
 from scheduler import audit, wire
 from scheduler.blocks import BlockError
 from scheduler.core import SchedulerCore
@@ -292,12 +293,13 @@ class ExecutorLoop:
         scheduler_id: str,
         reattach_seconds: float,
         max_message_bytes: int,
+        tls: Tls | None = None,
     ) -> None:
         self._loop = loop
         self._address = address
         self._scheduler_id = scheduler_id
         self._reattach_seconds = reattach_seconds
-        self._client = ExecutorClient(address, max_message_bytes=max_message_bytes)
+        self._client = ExecutorClient(address, max_message_bytes=max_message_bytes, tls=tls)
 
     @property
     def is_attached(self) -> bool:

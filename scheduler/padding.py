@@ -16,6 +16,7 @@ def keeps_seat(state: ExecutorState, seq: Sequence, finish: Finish) -> bool:
         and not seq.is_padding
         and finish.reason in {FinishReason.STOP, FinishReason.LENGTH}
         and len(seq.token_ids) < state.max_total_tokens
+        and seq.num_computed_tokens >= len(seq.token_ids) - 1  # else its KV is not there
         and any(other is not seq and not other.is_padding for other in state.running.values())
     )
 

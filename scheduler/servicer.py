@@ -83,8 +83,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
-        """Where the time of a request went, by the newest of that id."""
-        lines = self._loop.core.explain(request.request_id, self._loop.now())
+        """Where the time of a tenant's request went, by the newest of that id."""
+        lines = self._loop.core.explain(request.request_id, self._loop.now(), request.tenant)
         if not lines:
             message = (
                 f"nothing is known of request {request.request_id!r}: it never was here, or is long over"

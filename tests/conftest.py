@@ -1,12 +1,19 @@
 """Fixtures of every test: the tiny model, the oracle, and what the processes of a failing test had to say."""
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.rig import cluster, tiny_model
 from tests.rig.oracle import Oracle
+
+# A change is judged on the same examples each time; people and `make soak` draw new ones.
+settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ from router.http.exchange import Exchange
 from router.http.fields import parsed
 from router.http.shapes import ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
+from router.key_file import Doorkeeper
 from router.validation import GenerateRequest
 from rpc.errors import RequestError
 
@@ -42,6 +43,8 @@ _SECURITY_HEADERS: Final = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-store"),
 ]
+MAX_HEAD_BYTES: Final = 32 * 1024
+MAX_HEADERS: Final = 100
 _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
 
 _log = structlog.get_logger()
@@ -52,26 +55,36 @@ Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
 class HttpApp:
     """The door. `asgi` is what a server serves."""
 
-    def __init__(self, intake: Intake, *, max_body_bytes: int) -> None:
+    def __init__(self, intake: Intake, *, max_body_bytes: int, doorkeeper: Doorkeeper) -> None:
         self._intake = intake
+        self._doorkeeper = doorkeeper
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._closed = False
         self._cut = asyncio.Event()
         self.asgi: ASGIApp = Starlette(
             routes=[
-                Route("/v1/completions", _Endpoint(self._complete), methods=["POST"]),
-                Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
-                Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
-                Route("/v1/models/{name:path}", _Endpoint(self._model), methods=["GET"]),
-                Route("/tokenize", _Endpoint(self._tokenize), methods=["POST"]),
-                Route("/detokenize", _Endpoint(self._detokenize), methods=["POST"]),
+                Route("/v1/completions", self._keyed(self._complete), methods=["POST"]),
+                Route("/v1/chat/completions", self._keyed(self._chat), methods=["POST"]),
+                Route("/v1/models", self._keyed(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", self._keyed(self._model), methods=["GET"]),
+                Route("/tokenize", self._keyed(self._tokenize), methods=["POST"]),
+                Route("/detokenize", self._keyed(self._detokenize), methods=["POST"]),
                 Route("/health", _Endpoint(self._ready), methods=["GET"]),
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
             ],
-            middleware=[Middleware(_SecurityHeaders)],
+            middleware=[Middleware(_SecurityHeaders), Middleware(_LimitedHead)],
             exception_handlers={HTTPException: _no_such_path},
         )
+
+    def _keyed(self, handle: Handler) -> "_Endpoint":
+        """The handler, behind the door that asks for a key."""
+
+        async def handle_known(exchange: Exchange) -> None:
+            exchange.caller = self._doorkeeper.caller(exchange.request.headers.get("authorization", ""))
+            await handle(exchange)
+
+        return _Endpoint(handle_known)
 
     def close(self) -> None:
         """New calls get 503 from now on; running ones are not touched."""
@@ -103,6 +116,7 @@ class HttpApp:
             received_at=received_at,
             deadline=None if timeout_seconds is None else received_at + timeout_seconds,
             body_digest=sha256(body).digest(),
+            caller=exchange.caller,
         )
         work = self._answer(exchange, asked, shape, arrival)
         await exchange.while_wanted(work, timeout_seconds=timeout_seconds, cut=self._cut)
@@ -224,6 +238,26 @@ class _SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+class _LimitedHead:
+    """Refuses requests with too many headers, or too long ones. A server looks at heads in pieces alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        num_bytes += sum(len(name) + len(value) for name, value in headers)
+        if len(headers) <= MAX_HEADERS and num_bytes <= MAX_HEAD_BYTES:
+            await self._app(scope, receive, send)
+            return
+        message = (
+            f"the request has {len(headers)} headers and {num_bytes} bytes of them; "
+            f"at most {MAX_HEADERS} and {MAX_HEAD_BYTES} bytes are allowed"
+        )
+        await Exchange(scope, receive, send).fail(HttpError(431, "headers_too_large", message))
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

@@ -72,7 +72,7 @@ def answer(
     message = error.message
     if error.field and message.startswith(error.field):
         message = param + message.removeprefix(error.field)
-    headers = {}
+    headers = {"www-authenticate": "Bearer"} if error.code is _Code.UNAUTHENTICATED else {}
     if error.retry_after_seconds is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
         headers["retry-after-ms"] = str(round(error.retry_after_seconds * 1000))

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.http import errors
 from router.http.errors import HttpError
+from router.keys import ANYBODY
 from rpc.errors import RequestError
 
 # A body must be in by then; a client that trickles bytes holds nothing but a connection, and not for longer.
@@ -29,6 +30,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request = Request(scope, receive)
         self.names: abc.Mapping[str, str] = {}
+        self.caller = ANYBODY
         self._receive = receive
         self._send = send
         self._begun = False

@@ -1,42 +1,62 @@
 """The HTTP server beside the gRPC one: uvicorn, on the same event loop, in the life that `rpc.server` leads.
 
-Signals, logs and draining are the process's own business; uvicorn only speaks HTTP/1.1 here.
+Signals, logs and draining are the process's own business; uvicorn only speaks HTTP/1.1 here. The head of a
+request must be in within 10 s of its first byte, or of the connection; how much it may hold, `app` says.
 """
 
 import asyncio
 import contextlib
 from collections import abc
-from typing import Final
+from typing import ClassVar, Final
 
+import h11
+import structlog
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from router.http.app import HttpApp
+from router.http.app import MAX_HEAD_BYTES, HttpApp
 from rpc.listening import bound_socket
+from rpc.tls import Tls
 
 # Connections that are idle, or whose last bytes their client does not take, are cut after this.
 _FAREWELL_SECONDS: Final = 1
 _IDLE_SECONDS: Final = 60
-_MAX_HEAD_BYTES: Final = 32 * 1024
+_HEAD_SECONDS: Final = 10.0
+
+_log = structlog.get_logger()
 
 
 class HttpDoor:
-    """Serves an HttpApp at HOST:PORT or unix:PATH, from `open` to `stop`."""
+    """Serves an HttpApp at HOST:PORT or unix:PATH, from `open` to `stop`. With `tls` a port is HTTPS."""
 
     name = "http"
 
-    def __init__(self, app: HttpApp, listen: str) -> None:
+    def __init__(
+        self,
+        app: HttpApp,
+        listen: str,
+        *,
+        tls: Tls | None = None,
+        demand_certificates: bool = False,
+    ) -> None:
         self._app = app
         self._listen = listen
+        self._tls = tls
+        self._demand_certificates = demand_certificates
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self) -> str:
         """Begins to listen; returns the address with the port that was taken. Raises StartError."""
         taken, address = bound_socket(self._listen, field="--http")
+        tls = self._tls if address.unix_path is None else None
+        context = None
+        if tls is not None:
+            context = tls.server_context(demand_certificates=self._demand_certificates)
         self._server = _Server(
             uvicorn.Config(
                 self._app.asgi,
-                http="h11",
+                http=_TimedHead,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -46,7 +66,8 @@ class HttpDoor:
                 proxy_headers=False,
                 timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_FAREWELL_SECONDS,
-                h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                ssl_context_factory=None if context is None else lambda _config, _default: context,
             )
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[taken]))
@@ -73,3 +94,41 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> abc.Iterator[None]:
         """Captures none."""
         yield
+
+
+class _TimedHead(H11Protocol):
+    """HTTP/1.1 that cuts a connection whose next head takes too long. uvicorn times idle ones alone."""
+
+    head_seconds: ClassVar = _HEAD_SECONDS
+    _cut: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._cut = self.loop.call_later(self.head_seconds, self._too_slow)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_cut()
+        super().connection_lost(exc)
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._unset_cut()
+        elif self._cut is None and self.conn.trailing_data[0]:  # the first part of another head
+            self._cut = self.loop.call_later(self.head_seconds, self._too_slow)
+
+    def _unset_cut(self) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None
+
+    def _too_slow(self) -> None:
+        _log.info("slow_head_cut", seconds=self.head_seconds)
+        self.transport.abort()

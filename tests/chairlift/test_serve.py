@@ -1,4 +1,5 @@
 import contextlib
+import hashlib
 import importlib
 import os
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from chairlift import ChairliftError, Client
+from chairlift.certs import write
 from chairlift.serve import ALL, TAKEN_BY, ServeSettings, services
 from rpc.settings import ServiceSettings, load
 
@@ -108,7 +111,10 @@ def test_a_flag_goes_to_those_that_take_it_and_to_no_other(tmp_path: Path) -> No
         *("--listen", f"unix:{tmp_path}/scheduler.sock"),
         *("--executor", f"unix:{tmp_path}/executor.sock"),
     )
-    assert router.argv[:4] == ("--listen", "127.0.0.1:7", "--scheduler", f"unix:{tmp_path}/scheduler.sock")
+    assert router.argv[:4] == (
+        *("--listen", f"127.0.0.1:7,unix:{tmp_path}/router.sock"),
+        *("--scheduler", f"unix:{tmp_path}/scheduler.sock"),
+    )
 
     def given(flag: str) -> list[str]:
         return [one.name for one in (executor, scheduler, router) if flag in one.argv]
@@ -186,6 +192,38 @@ def test_it_serves_restarts_what_dies_and_stops_cleanly(tiny_model_folder: Path,
     assert process.returncode == 0
     assert "the router was killed by signal 9; starting it again in 0.5 s" in errors
     assert not any(is_alive(pid) for pid in after.values())
+
+
+def test_with_certificates_and_keys_it_serves_those_who_have_both(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "certs")
+    folder, key = tmp_path / "certs", "chairlift-secret"
+    (tmp_path / "tenants.toml").write_text(
+        f'[acme]\nkeys = ["sha256:{hashlib.sha256(key.encode()).hexdigest()}"]\nweight = 2\n'
+    )
+    pair = ("--tls-cert", f"{folder}/router.crt", "--tls-key", f"{folder}/router.key")
+    flags = ("--tls-ca", f"{folder}/ca.crt", *pair, "--tenants", f"{tmp_path}/tenants.toml")
+    model = ("--model", str(tiny_model_folder), "--dtype", "float32")
+    with serving(*model, "--listen", "127.0.0.1:0", *flags) as process:
+        address = until_ready(process)[-1].rpartition(" ")[2]
+        mine = {"tls_cert": f"{folder}/client.crt", "tls_key": f"{folder}/client.key"}
+        for more, code in (({"api_key": key}, None), ({"api_key": ""}, "UNAUTHENTICATED")):
+            with Client(address, tls_ca=f"{folder}/ca.crt", **mine, **more) as client:
+                if code is None:
+                    answer = client.generate("hi", max_tokens=2, ignore_eos=True)
+                    assert len(answer.choices[0].token_ids) == 2
+                else:
+                    with pytest.raises(ChairliftError, match="an API key is required"):
+                        client.generate("hi")
+        with (
+            Client(address, api_key=key, max_retries=0) as plain,
+            pytest.raises(ChairliftError, match="it may speak TLS alone"),
+        ):
+            plain.generate("hi")
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert key not in errors
 
 
 def test_no_orphan_survives_a_killed_parent(tiny_model_folder: Path) -> None:

@@ -10,6 +10,7 @@ import grpc
 
 from protos.v1 import router_pb2_grpc, scheduler_pb2
 from router.intake import Intake, ServedModel
+from router.key_file import Doorkeeper
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer
@@ -30,6 +31,7 @@ class Rig:
     servicer: RouterServicer
     intake: Intake
     pool: SchedulerPool
+    doorkeeper: Doorkeeper
 
     async def serving(self) -> None:
         """Waits until requests are taken."""
@@ -58,6 +60,7 @@ async def rig(
     ready: bool = True,
     max_tokens: int | None = None,
     served: bool = True,
+    tenants: str = "",
 ) -> AsyncIterator[Rig]:
     scheduler = scheduler or ScriptedScheduler()
     async with contextlib.AsyncExitStack() as stack:
@@ -76,7 +79,10 @@ async def rig(
         model = ServedModel("tiny", tokenizer, Defaults(temperature=0.5, max_tokens=max_tokens))
         intake = Intake(model=model, schedulers=pool)
         stack.callback(intake.close)
-        servicer = RouterServicer(intake=intake, schedulers=pool, max_message_bytes=MAX_MESSAGE_BYTES)
+        doorkeeper = Doorkeeper(tenants)
+        servicer = RouterServicer(
+            intake=intake, schedulers=pool, max_message_bytes=MAX_MESSAGE_BYTES, doorkeeper=doorkeeper
+        )
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
         router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
         address = f"unix:{folder}/router.sock"
@@ -92,7 +98,7 @@ async def rig(
         stack.push_async_callback(stop_running)
         channel = connect(Address.parse(address, field=""), max_message_bytes=MAX_MESSAGE_BYTES)
         stack.push_async_callback(channel.close)
-        started = Rig(router_pb2_grpc.RouterStub(channel), scheduler, servicer, intake, pool)
+        started = Rig(router_pb2_grpc.RouterStub(channel), scheduler, servicer, intake, pool, doorkeeper)
         if ready:
             await started.serving()
         yield started

@@ -146,6 +146,9 @@ class SlowReader:
     def time_remaining(self) -> float | None:
         return None
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
     async def write(self, event: GenerateEvent) -> None:
         await self.reads.wait()
         self.events.append(event)

@@ -1,6 +1,8 @@
 import asyncio
 import json
+import resource
 import signal
+import sys
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.v1 import router_pb2, router_pb2_grpc
+from rpc.address import Address
+from rpc.channel import MAX_HEADER_BYTES, connect
 from rpc.errors import from_call
-from tests.rpc.conftest import StartGreeter
+from tests.rpc.conftest import Greeter, StartGreeter
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -241,3 +245,90 @@ async def test_b80_pings_every_ten_seconds_through_a_silent_minute_keep_the_conn
         await asyncio.sleep(60)
         assert channel.get_state() is grpc.ChannelConnectivity.READY
         assert await health_of(channel) == SERVING
+
+
+async def cancelled_streams(stub: "router_pb2_grpc.RouterAsyncStub", count: int) -> None:
+    """So many streams, 50 at once, each cancelled by its client after one message."""
+
+    async def one() -> None:
+        call = stub.Generate(router_pb2.GenerateRequest(text="1000"))
+        await call.read()
+        call.cancel()
+
+    for _ in range(count // 50):
+        await asyncio.gather(*(one() for _ in range(50)))
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+async def check_b84(server: Greeter, warm_up: int, count: int) -> None:
+    async with server.connect() as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        tasks = len(asyncio.all_tasks())
+        await cancelled_streams(stub, warm_up)
+        before = resident_bytes(server.process.pid)
+        await cancelled_streams(stub, count)
+        async with asyncio.timeout(20):
+            while len(asyncio.all_tasks()) > tasks:  # noqa: ASYNC110 - the last ones are ending
+                await asyncio.sleep(0.01)
+        assert resident_bytes(server.process.pid) - before < 20 * 1024 * 1024
+        server.terminate()  # it drains at once only when it has let every stream go
+    assert await server.ended() == 0
+
+
+async def test_b84_cancelled_streams_leave_nothing_behind(greeter: StartGreeter) -> None:
+    await check_b84(greeter("--grace-seconds", "600"), 200, 500)
+
+
+@pytest.mark.soak
+async def test_b84_thirty_thousand_cancelled_streams_leave_nothing_behind(greeter: StartGreeter) -> None:
+    await check_b84(greeter("--grace-seconds", "600"), 5_000, 30_000)
+
+
+async def check_b85(server: Greeter, count: int) -> None:
+    async with server.connect() as channel:  # gRPC is up in this process, too, when children are started
+        await until_serving(channel)
+        for _ in range(count):
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "rpc.health_probe", server.address
+            )
+            assert await asyncio.wait_for(child.wait(), 60) == 0
+        await until_serving(channel)
+
+
+async def test_b85_processes_started_while_grpc_is_up_call_as_any_other(greeter: StartGreeter) -> None:
+    await check_b85(greeter(), 3)
+
+
+@pytest.mark.soak
+async def test_b85_a_hundred_processes_started_while_grpc_is_up(greeter: StartGreeter) -> None:
+    await check_b85(greeter(), 100)
+
+
+def test_b85_nothing_of_ours_forks_without_exec() -> None:
+    root = Path(__file__).parents[2]
+    for package in ("rpc", "router", "scheduler", "executor", "chairlift"):
+        for path in (root / package).rglob("*.py"):
+            text = path.read_text()
+            for word in ("os.fork", "multiprocessing", "ProcessPoolExecutor", "preexec_fn"):
+                assert word not in text, f"{path} uses {word}"
+
+
+async def test_headers_beyond_the_limit_are_refused_and_the_connection_stays(greeter: StartGreeter) -> None:
+    async with greeter().connect() as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        request = router_pb2.TokenizeRequest(text="abc")
+        long = (("x-long", "a" * MAX_HEADER_BYTES),)
+        refusal = await failure_of(stub.Tokenize(request, metadata=long))
+        assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Tokenize(request, metadata=(("x-short", "a" * 8192),))).token_ids == [3]
+
+
+async def test_a_service_may_listen_at_several_places(greeter: StartGreeter, tmp_path: Path) -> None:
+    server = greeter("--listen", f"127.0.0.1:0,unix:{tmp_path}/g.sock")
+    for address in (server.address, f"unix:{tmp_path}/g.sock"):
+        async with connect(Address.parse(address, field=""), max_message_bytes=1 << 20) as channel:
+            await until_serving(channel)

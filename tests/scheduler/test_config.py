@@ -1,11 +1,13 @@
 import socket
+from pathlib import Path
 
 import pytest
 
 from rpc.errors import StartError
 from rpc.settings import load
 from scheduler.batching import Batching
-from scheduler.config import SchedulerSettings
+from scheduler.config import SchedulerSettings, read_tenants
+from scheduler.tenants import TenantLimits
 
 
 def settings(*flags: str) -> SchedulerSettings:
@@ -67,3 +69,11 @@ def test_an_executor_must_be_named() -> None:
 def test_a_scheduler_is_named_after_where_it_listens_unless_it_is_told() -> None:
     assert settings("--listen", "10.0.0.9:7").name == f"{socket.gethostname()}/10.0.0.9:7"
     assert settings("--scheduler-id", "blue").name == "blue"
+
+
+def test_what_routers_read_in_the_tenants_file_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(
+        '[acme]\nkeys = ["sha256:00"]\nbest_priority = -10\nadmin = true\nweight = 2\n[bare]\nadmin = false\n'
+    )
+    assert read_tenants(str(path)) == {"acme": TenantLimits(weight=2), "bare": TenantLimits()}

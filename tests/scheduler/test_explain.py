@@ -131,23 +131,23 @@ def test_time_at_earlier_schedulers_is_told_apart() -> None:
 def test_the_newest_lines_are_kept_by_choice() -> None:
     lines = TimeLines()
     entry = Entry(0.0, 1.0, Reason.DECODE, 1)
-    lines.keep("n", 1, [entry])
+    lines.keep("", "n", 1, [entry])
     for i in range(MAX_KEPT - 1):
-        lines.keep(f"r{i}", 0, [])
-    lines.keep("n", 0, [])
-    lines.keep("one more", 0, [])
-    assert lines.of("n") == {1: [entry], 0: []}
-    assert lines.of("r0") == {}
-    assert lines.of("r1") == {0: []}
-    assert lines.of("never") == {}
+        lines.keep("", f"r{i}", 0, [])
+    lines.keep("", "n", 0, [])
+    lines.keep("", "one more", 0, [])
+    assert lines.of("", "n") == {1: [entry], 0: []}
+    assert lines.of("", "r0") == {}
+    assert lines.of("", "r1") == {0: []}
+    assert lines.of("", "never") == {}
 
 
 # --- in the core ----------------------------------------------------------------------------------------
 
 
-def reasons(h: Harness, name: str) -> dict[Reason, float]:
+def reasons(h: Harness, name: str, tenant: str = "") -> dict[Reason, float]:
     spent: dict[Reason, float] = {}
-    for entry in h.core.explain(name, h.now)[0]:
+    for entry in h.core.explain(name, h.now, tenant)[0]:
         spent[entry.reason] = spent.get(entry.reason, 0.0) + entry.duration
     return spent
 
@@ -224,8 +224,10 @@ def test_who_waits_for_its_own_tenants_limit_is_told_whose() -> None:
     tick(h)
     h.submit("B", [3, 4], 2, ignore_eos=True, tenant="small")
     run(h)
-    assert reasons(h, "B")[Reason.QUEUED_FOR_TENANT] == 4.0
-    (entry,) = [item for item in h.core.explain("B", h.now)[0] if item.reason is Reason.QUEUED_FOR_TENANT]
+    assert reasons(h, "B", "small")[Reason.QUEUED_FOR_TENANT] == 4.0
+    assert h.core.explain("B", h.now, "another") == {}
+    lines = h.core.explain("B", h.now, "small")
+    (entry,) = [item for item in lines[0] if item.reason is Reason.QUEUED_FOR_TENANT]
     assert "'small'" in entry.detail
 
 

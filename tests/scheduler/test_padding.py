@@ -117,3 +117,14 @@ def test_a_batch_whose_last_real_member_is_preempted_ends_and_opens_again() -> N
     h.run_to_end(max_steps=100)
     h.check_outputs()
     assert long.num_preemptions == 1
+
+
+def test_a_prompt_that_was_stopped_half_way_leaves_no_padding() -> None:
+    """Its KV is not there: a router stops a sequence by its text, and that may be while it is recomputed."""
+    h = Harness(None, Batching.REQUEST_PADDED, max_num_batched_tokens=1)
+    a = h.submit("A", [1, 2, 3], 20, ignore_eos=True)
+    h.submit("B", [4, 5], 20, ignore_eos=True)
+    h.plan()
+    assert not padding.keeps_seat(h.core.executors[EXECUTOR], a, Finish(FinishReason.STOP))
+    h.core.cancel(a.request.key, FinishReason.STOP, h.now)
+    h.run_to_end()

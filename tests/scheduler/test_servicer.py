@@ -466,6 +466,20 @@ async def test_explain_names_a_request_of_which_nothing_is_known(shell: Shell) -
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_explain_knows_nothing_of_another_tenants_request(
+    shell: Shell, executor: ObedientExecutor
+) -> None:
+    router = await shell.welcomed()
+    await router.submit(1, "a", [1, 2], 3, tenant="red")
+    await until(lambda: executor.plans)
+    answer = await shell.stub.Explain(router_pb2.ExplainRequest(request_id="a", tenant="red"))
+    assert answer.entries
+    for tenant in ("blue", ""):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await shell.stub.Explain(router_pb2.ExplainRequest(request_id="a", tenant=tenant))
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 # --- leaving ------------------------------------------------------------------------------------------
 
 

@@ -60,7 +60,8 @@ def serve(start: Start, tmp_path: Path) -> Serve:
     async def serving(scheduler: ScriptedScheduler | None = None, **options: Any) -> AsyncIterator[HttpRig]:
         async with start(scheduler, **options) as router:
             door = HttpDoor(
-                HttpApp(router.intake, max_body_bytes=MAX_BODY_BYTES), f"unix:{tmp_path}/http.sock"
+                HttpApp(router.intake, max_body_bytes=MAX_BODY_BYTES, doorkeeper=router.doorkeeper),
+                f"unix:{tmp_path}/http.sock",
             )
             await door.open()
             transport = httpx2.AsyncHTTPTransport(uds=f"{tmp_path}/http.sock")
@@ -529,3 +530,18 @@ async def test_b87_what_runs_when_the_grace_is_over_is_told_so(serve: Serve, str
         assert "shutting down" in response.text
         assert "[DONE]" not in response.text
         await rig.router.quiet()
+
+
+@pytest.mark.parametrize(
+    "headers", [{f"x-{i}": "y" for i in range(101)}, {"x-long": "a" * 32 * 1024}], ids=["many", "long"]
+)
+async def test_b104_a_head_beyond_the_limits_is_refused_by_name(
+    serve: Serve, headers: dict[str, str]
+) -> None:
+    async with serve() as rig:
+        response = await rig.client.get("/health", headers=headers)
+        if response.status_code != 400:  # it came in pieces, and its end was not waited for
+            assert response.status_code == 431
+            assert response.json()["error"]["code"] == "headers_too_large"
+            assert "at most 100 and 32768 bytes are allowed" in response.json()["error"]["message"]
+        assert (await rig.client.get("/health")).status_code == 200

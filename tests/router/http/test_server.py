@@ -1,26 +1,158 @@
+import asyncio
+import contextlib
+import shutil
+import ssl
 import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
 
+import httpx2
 import pytest
 
 from router import __main__ as main
 from router.config import RouterSettings
+from router.http.app import HttpApp
+from router.http.server import HttpDoor, _TimedHead
 from rpc.errors import StartError
-from tests.router.stack import Start
+from rpc.tls import Tls
+from tests.rig.certificates import Authority, Pair
+from tests.router.stack import Rig, Start
 
-SETTINGS = RouterSettings.model_construct(http="127.0.0.1:0", max_message_bytes=1024)
+SETTINGS = RouterSettings.model_construct(http="127.0.0.1:0", tls_ca="", max_message_bytes=1024)
 
 
 async def test_without_its_libraries_the_door_says_what_brings_them(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start() as rig:
-        main._http_door(rig.intake, SETTINGS)
+        main._http_door(rig.intake, SETTINGS, rig.doorkeeper, None)
         monkeypatch.delitem(sys.modules, "router.http.server")
         monkeypatch.setitem(sys.modules, "uvicorn", None)
         with pytest.raises(StartError, match=r"\(uvicorn\); `pip install 'chairlift\[router,http\]'`"):
-            main._http_door(rig.intake, SETTINGS)
+            main._http_door(rig.intake, SETTINGS, rig.doorkeeper, None)
 
 
 async def test_a_door_that_never_opened_stops_without_a_word(start: Start) -> None:
     async with start() as rig:
-        await main._http_door(rig.intake, SETTINGS).stop()
+        await main._http_door(rig.intake, SETTINGS, rig.doorkeeper, None).stop()
+
+
+# --- HTTPS ------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def https(rig: Rig, certificates: Tls | None, *, demand: bool = True) -> AsyncIterator[str]:
+    """HOST:PORT of a door."""
+    app = HttpApp(rig.intake, max_body_bytes=1024, doorkeeper=rig.doorkeeper)
+    door = HttpDoor(app, "127.0.0.1:0", tls=certificates, demand_certificates=demand)
+    address = await door.open()
+    try:
+        yield address
+    finally:
+        await door.stop()
+
+
+def trust(ca: Authority, mine: Pair | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(ca.cert))
+    if mine is not None:
+        context.load_cert_chain(mine.cert, mine.key)
+    return context
+
+
+async def get(address: str, context: ssl.SSLContext | None) -> int:
+    scheme = "http" if context is None else "https"
+    async with httpx2.AsyncClient(verify=context or True, timeout=20) as client:
+        return (await client.get(f"{scheme}://{address}/health")).status_code
+
+
+async def test_https_shows_and_demands_certificates(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ca, stranger = Authority(tmp_path), Authority(tmp_path, "other")
+    mine = ca.issue("client")
+    async with start() as rig, https(rig, Tls(ca.issue("server").files(ca.cert))) as address:
+        assert await get(address, trust(ca, mine)) == 200
+        for context, reason in (
+            (trust(ca), "PEER_DID_NOT_RETURN_A_CERTIFICATE"),
+            (trust(ca, stranger.issue("stranger")), "CERTIFICATE_VERIFY_FAILED"),
+            (trust(ca, ca.issue("late", days=30)), "CERTIFICATE_VERIFY_FAILED"),
+            (None, "HTTP_REQUEST"),
+        ):
+            with pytest.raises(httpx2.TransportError):
+                await get(address, context)
+            told = capsys.readouterr().out
+            assert "tls_refused" in told
+            assert reason in told
+        with pytest.raises(httpx2.TransportError):  # here it is the client who does not believe
+            await get(address, trust(stranger, mine))
+        assert await get(address, trust(ca, mine)) == 200
+
+
+async def test_https_without_certificates_of_clients(start: Start, tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    certificates = Tls(ca.issue("server").files(ca.cert))
+    async with start() as rig, https(rig, certificates, demand=False) as address:
+        assert await get(address, trust(ca)) == 200
+
+
+async def test_https_takes_up_new_certificates(start: Start, tmp_path: Path) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    ca = tmp_path / "ca.crt"
+    shutil.copy(old.cert, ca)
+    of_old, of_new = trust(old, old.issue("client-of-old")), trust(new, new.issue("client-of-new"))
+    async with start() as rig, https(rig, Tls(old.issue("server").files(ca))) as address:
+        assert await get(address, of_old) == 200
+        new.issue("server")
+        shutil.copy(new.cert, ca)
+        assert await get(address, of_new) == 200
+        with pytest.raises(httpx2.TransportError):
+            await get(address, of_old)
+        mixed = trust(new, Pair(tmp_path / "client-of-old.crt", tmp_path / "client-of-old.key"))
+        with pytest.raises(httpx2.TransportError):  # the old CA's clients are not believed any more
+            await get(address, mixed)
+
+
+# --- heads ------------------------------------------------------------------------------------------
+
+
+async def answer_to(address: str, data: bytes) -> bytes:
+    """All that comes back until the other side closes."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        async with asyncio.timeout(30):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow"])
+async def test_b104_who_does_not_send_a_whole_head_is_cut(
+    start: Start, begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_TimedHead, "head_seconds", 0.05)
+    async with start() as rig, https(rig, None) as address:
+        assert await answer_to(address, begun) == b""
+        assert await get(address, None) == 200
+
+
+async def test_b104_a_second_head_on_one_connection_is_timed_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_TimedHead, "head_seconds", 0.5)
+    async with start() as rig, https(rig, None) as address:
+        whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        assert (await answer_to(address, whole + b"GET /he")).startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_b104_a_head_that_is_too_long_is_refused(start: Start) -> None:
+    async with start() as rig, https(rig, None) as address:
+        for head in (b"x-long: " + b"a" * 40_000, b"\r\n".join(b"x-%d: y" % i for i in range(5_000))):
+            start_line = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            answer = await answer_to(address, start_line + head + b"\r\n\r\n")
+            # As the pieces fall: the whole head was seen, or the server gave up before its end.
+            assert answer == b"" or answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+        assert await get(address, None) == 200

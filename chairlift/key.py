@@ -1,0 +1,21 @@
+"""`chairlift key`: makes a random API key, for its user; the file of tenants holds its hash alone."""
+
+import argparse
+import hashlib
+import secrets
+
+_NUM_BYTES = 32
+
+
+def main(argv: list[str]) -> int:
+    """Prints one key and its hash; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="chairlift key",
+        description="Makes a random API key. It is shown once: the server keeps its hash alone.",
+        epilog="The hash goes into the file given by --tenants; docs/security.md shows one.",
+    )
+    parser.parse_args(argv)
+    key = f"chairlift-{secrets.token_urlsafe(_NUM_BYTES)}"
+    print(f"key   {key}")
+    print(f"hash  sha256:{hashlib.sha256(key.encode()).hexdigest()}")
+    return 0
