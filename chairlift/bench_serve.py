@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -24,11 +25,11 @@ import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from chairlift.calls import DEFAULT_ADDRESS, router_at
+from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, router_at
 from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, read_trace, report, until
 from chairlift.results import ChairliftError
 from protos.v1 import common_pb2, router_pb2
-from rpc.address import Address
+from rpc.address import AddressError
 from rpc.errors import StartError
 
 Send = Callable[[list[int], int, Callable[[], None]], Awaitable[int]]
@@ -67,10 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    door = parser.add_mutually_exclusive_group()
-    door.add_argument("--address", default=DEFAULT_ADDRESS, help="a router (default: %(default)s)")
-    door.add_argument("--url", help="an OpenAI server instead: http://HOST:PORT/v1 or unix:PATH")
-    parser.add_argument("--api-key", help="with --url: sent as a bearer token")
+    add_flags(parser)
+    parser.add_argument("--url", help="an OpenAI server instead: http://HOST:PORT/v1 or unix:PATH")
     parser.add_argument("--model", default="", help="the model's name (default: the server's first)")
     parser.add_argument("--rate", type=_positive, help="requests a second (default: the trace's own times)")
     parser.add_argument("--trace", type=Path, help="a CSV file: arrival_s, prompt_tokens, output_tokens")
@@ -188,11 +187,11 @@ def _progress(total: int) -> Any:
 @contextlib.asynccontextmanager
 async def _grpc(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
     try:
-        address = Address.parse(options.address, field="--address")
-    except ValueError as error:
+        where = from_flags(options)
+    except AddressError as error:
         raise StartError(str(error)) from error
-    async with router_at(address) as router:
-        model = await router.GetModel(router_pb2.GetModelRequest())
+    async with router_at(where) as router:
+        model = await router.GetModel(router_pb2.GetModelRequest(), metadata=where.metadata)
 
         async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> int:
             request = router_pb2.GenerateRequest(
@@ -200,7 +199,7 @@ async def _grpc(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
                 token_ids=router_pb2.TokenIds(ids=prompt),
                 sampling=common_pb2.SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens),
             )
-            call = router.Generate(request)
+            call = router.Generate(request, metadata=where.metadata)
             num_tokens = 0
             try:
                 async for event in call:
@@ -220,7 +219,8 @@ async def _grpc(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
 async def _openai(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
     """Tokens are counted by the usage at the end: a message may bring several, or a part of a character."""
     httpx = _library("httpx2")
-    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    api_key = os.environ.get(API_KEY_VARIABLE, "")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     socket = options.url.removeprefix("unix:") if options.url.startswith("unix:") else None
     base = "http://localhost/v1" if socket else options.url.rstrip("/")
     unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
