@@ -15,7 +15,8 @@ class Options(TypedDict, total=False):
     """What may be said beside the prompt. What is left out is the server's default.
 
     The fields are those of `GenerateRequest` and `SamplingParams` in protos/v1, with their limits; `tools`
-    are definitions as mappings, for the model's chat template.
+    are definitions as mappings, for the model's chat template. Of `json_schema` (a mapping, or JSON text),
+    `regex` and `choice` one may be given: the answer's text matches it.
     """
 
     model: str
@@ -36,8 +37,18 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     logprobs: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    json_schema: str | Mapping[str, Any]
+    regex: str
+    choice: Sequence[str]
 
 
+_CONSTRAINTS = frozenset({"json_schema", "regex", "choice"})
 _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
@@ -58,6 +69,8 @@ def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateReq
             continue
         if name == "tools":
             _put_tools(request, options["tools"])
+        elif name in _CONSTRAINTS:
+            _put_constraint(request.sampling, name, value)
         else:
             _put(request.sampling if name in _OF_SAMPLING else request, name, value)
     return request
@@ -83,9 +96,24 @@ def _put_tools(request: router_pb2.GenerateRequest, tools: Sequence[Mapping[str,
     request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in tools)
 
 
+def _put_constraint(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:
+    present = sampling.WhichOneof("constraint")
+    if present is not None:
+        raise ValueError(f"{name} is given beside {present}; an answer can be held to one of them")
+    if name == "choice":
+        sampling.choice.values.extend(value)
+    elif name == "json_schema" and not isinstance(value, str):
+        sampling.json_schema = json.dumps(value, ensure_ascii=False)
+    else:
+        _put(sampling, name, value)
+
+
 def _put(message: router_pb2.GenerateRequest | common_pb2.SamplingParams, name: str, value: object) -> None:
+    field = message.DESCRIPTOR.fields_by_name[name]
     try:
-        if message.DESCRIPTOR.fields_by_name[name].is_repeated:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            getattr(message, name).update(value)
+        elif field.is_repeated:
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)

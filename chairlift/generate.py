@@ -11,6 +11,7 @@ from chairlift.client import AsyncClient
 from chairlift.results import ChairliftError, FinishReason, Message
 
 _OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n")
+_CONSTRAINTS = ("json_schema", "regex", "choice")
 _WHY = {
     FinishReason.ABORT: "the request was given up by the server",
     FinishReason.DEADLINE: "the time given by --timeout was over",
@@ -50,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stop", action="append", default=[], help="text that ends the answer; may be repeated"
     )
+    held = parser.add_mutually_exclusive_group()
+    held.add_argument("--json-schema", help="the answer is JSON under this schema; {} is any object")
+    held.add_argument("--regex", help="the whole answer matches this regular expression")
+    held.add_argument("--choice", action="append", help="the answer is one of these; may be repeated")
     parser.add_argument("--n", type=int, default=1, help="how many answers (default: 1)")
     parser.add_argument("--timeout", type=float, help="give up after so many seconds")
     add_flags(parser)
@@ -71,7 +76,7 @@ async def _stream(prompt: Prompt, options: argparse.Namespace) -> int:
         ChairliftError: what the router, or the way to it, said.
         ValueError: a number that the contract cannot hold.
     """
-    given = Options(**{name: getattr(options, name) for name in _OPTIONS})  # type: ignore[typeddict-item]
+    given = Options(**{name: getattr(options, name) for name in (*_OPTIONS, *_CONSTRAINTS)})  # type: ignore[typeddict-item]
     texts: dict[int, str] = {}
     exit_code = 0
     async with (

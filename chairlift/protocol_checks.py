@@ -85,6 +85,12 @@ def need(epoch: Epoch, *, num_seqs: int = 1, num_tokens: int = 1, window: int = 
         raise Skipped(f"needs a window of {window}; max_window is {capacity.max_window}")
 
 
+def offers(epoch: Epoch, feature: str) -> None:
+    """Skip unless the executor offers it."""
+    if feature not in epoch.capacity.features:
+        raise Skipped(f'the executor does not offer "{feature}"')
+
+
 def expect_tokens(result: executor_pb2.StepResult, expected: dict[int, int]) -> dict[int, list[int]]:
     """The result's tokens, once it is sure that `expected` rows, in that order, sampled that many each."""
     tokens = tokens_by_sequence(result)
@@ -129,6 +135,19 @@ async def greedy_run(epoch: Epoch, stream: Stream, prompt: Sequence[int], num_to
         result = await stream.step(epoch.plan({new.seq_id: 1}))
         output += expect_tokens(result, {new.seq_id: 1})[new.seq_id]
     expect_finished(result, new.seq_id, LENGTH)
+    return output
+
+
+async def sampled_run(
+    epoch: Epoch, stream: Stream, prompt: Sequence[int], sampling: common_pb2.SamplingParams
+) -> list[int]:
+    """What comes after a prompt with these options, to its end, with one sequence alone."""
+    new = epoch.new(prompt, sampling)
+    result = await stream.step(epoch.plan({new.seq_id: len(prompt)}, admit=[new]))
+    output = expect_tokens(result, {new.seq_id: 1})[new.seq_id]
+    while not result.finished:
+        result = await stream.step(epoch.plan({new.seq_id: 1}))
+        output += expect_tokens(result, {new.seq_id: 1})[new.seq_id]
     return output
 
 
@@ -454,8 +473,7 @@ async def logprobs_are_reported(subject: Subject) -> None:
     """With the feature "logprobs", rows that ask get them, and only those."""
     epoch = await subject.open()
     need(epoch, num_seqs=2, num_tokens=6)
-    if "logprobs" not in epoch.capacity.features:
-        raise Skipped('the executor does not offer "logprobs"')
+    offers(epoch, "logprobs")
     async with epoch.stream() as stream:
         asking = greedy(2)
         asking.logprobs = num_alternatives = min(2, epoch.capacity.vocab_size)
@@ -472,6 +490,94 @@ async def logprobs_are_reported(subject: Subject) -> None:
         f"{len(chances.top_logprobs)} values came",
     )
     require(chances.logprob <= 0 and chances.rank >= 1, "a log-probability is at most 0, a rank at least 1")
+
+
+async def token_lists_are_kept(subject: Subject) -> None:
+    """With the feature "token_lists", no token is chosen that is banned or not allowed."""
+    epoch = await subject.open()
+    need(epoch, num_tokens=4)
+    offers(epoch, "token_lists")
+    async with epoch.stream() as stream:
+        prompt = prompt_of(epoch, 4)
+        plain = await greedy_run(epoch, stream, prompt, 3)
+        banning, allowing = greedy(3), greedy(3)
+        banning.banned_token_ids.extend(plain)
+        allowing.allowed_token_ids.extend([0, 1])
+        allowing.banned_token_ids.append(1)
+        banned = await sampled_run(epoch, stream, prompt, banning)
+        allowed = await sampled_run(epoch, stream, prompt, allowing)
+    require(not set(banned) & set(plain), f"{plain} were banned and {banned} were chosen")
+    require(allowed == [0, 0, 0], f"only 0 was allowed and not banned, and {allowed} were chosen")
+
+
+async def bias_is_added(subject: Subject) -> None:
+    """With the feature "logit_bias", a bias of 100 raises a token above all others, and 0 changes nothing."""
+    epoch = await subject.open()
+    need(epoch, num_tokens=4)
+    offers(epoch, "logit_bias")
+    async with epoch.stream() as stream:
+        prompt = prompt_of(epoch, 4)
+        (first,) = await greedy_run(epoch, stream, prompt, 1)
+        raised, other = greedy(1), int(first == 0)
+        raised.logit_bias[other] = 100.0
+        unchanged = greedy(1)
+        unchanged.logit_bias[other] = 0.0
+        (chosen,) = await sampled_run(epoch, stream, prompt, raised)
+        (kept,) = await sampled_run(epoch, stream, prompt, unchanged)
+    require(chosen == other, f"token {other} had a bias of 100, and {chosen} was chosen")
+    require(kept == first, f"a bias of 0 changed {first} into {kept}")
+
+
+async def penalties_count_the_output(subject: Subject) -> None:
+    """With the feature "penalties", presence and frequency begin after the prompt, also when it resumes."""
+    epoch = await subject.open()
+    need(epoch, num_tokens=8)
+    offers(epoch, "penalties")
+    async with epoch.stream() as stream:
+        prompt = prompt_of(epoch, 4)
+        prompt += await greedy_run(epoch, stream, prompt, 1)
+        (plain,) = await greedy_run(epoch, stream, prompt, 1)
+        penalized = greedy(4)
+        penalized.presence_penalty = penalized.frequency_penalty = 2.0
+        output = await sampled_run(epoch, stream, prompt, penalized)
+        new = epoch.new(prompt + output[:3], penalized, num_prompt_tokens=len(prompt))
+        result = await stream.step(epoch.plan({new.seq_id: len(prompt) + 3}, admit=[new]))
+        (resumed,) = expect_tokens(result, {new.seq_id: 1})[new.seq_id]
+    if epoch.capacity.row_invariant:
+        require(output[0] == plain, f"before any output they changed {plain} into {output[0]}")
+        require(resumed == output[3], f"resumed, the sequence went on with {resumed}, not with {output[3]}")
+
+
+async def prompt_logprobs_come_once(subject: Subject) -> None:
+    """With the feature "prompt_logprobs", each wanted position of a prompt is told once, by its chunk."""
+    epoch = await subject.open()
+    need(epoch, num_seqs=2, num_tokens=7)
+    offers(epoch, "prompt_logprobs")
+    async with epoch.stream() as stream:
+        asking, prompt = greedy(2), prompt_of(epoch, 7)
+        asking.prompt_logprobs = 1
+        for wanted_from in (1, 4):
+            a, b = epoch.new(prompt, asking), epoch.new(prompt_of(epoch, 2), greedy(2))
+            a.prompt_logprobs_from = wanted_from
+            results = [await stream.step(epoch.plan({a.seq_id: 3}, admit=[a]))]
+            results.append(await stream.step(epoch.plan({a.seq_id: 2, b.seq_id: 2}, admit=[b])))
+            results.append(await stream.step(epoch.plan({a.seq_id: 2, b.seq_id: 1})))
+            results.append(await stream.step(epoch.plan({a.seq_id: 1})))
+            told = [row for result in results for row in result.prompt_logprobs]
+            require(
+                {row.seq_id for row in told} == {a.seq_id}, "they do not name just the sequence that asked"
+            )
+            tokens = [
+                (row.first_position + i, token.token_id) for row in told for i, token in enumerate(row.tokens)
+            ]
+            expected = [(position, prompt[position]) for position in range(wanted_from, len(prompt))]
+            require(tokens == expected, f"positions and tokens are {tokens}; they should be {expected}")
+            last = next(row for row in results[2].prompt_logprobs)
+            require(last.first_position == 6, "a chunk told of positions that others compute")  # noqa: PLR2004
+            require(
+                all(token.logprob <= 0 and token.rank >= 1 for row in told for token in row.tokens),
+                "a log-probability is at most 0, a rank at least 1",
+            )
 
 
 async def duplicate_is_answered_once_computed(subject: Subject) -> None:
@@ -673,6 +779,10 @@ CHECKS: Final[tuple[Check, ...]] = (
     blocks_exist,
     reserved_fields_are_refused,
     logprobs_are_reported,
+    token_lists_are_kept,
+    bias_is_added,
+    penalties_count_the_output,
+    prompt_logprobs_come_once,
     duplicate_is_answered_once_computed,
     duplicate_that_differs,
     steps_without_a_gap,

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from executor.inputs import SampleRow, StepInputs, build_inputs
-from executor.sequences import BatchPlan, Sampled, SequenceTable, StepResult
+from executor.sequences import BatchPlan, MatcherOf, PromptLogprobs, Sampled, SequenceTable, StepResult
 
 T = TypeVar("T")
 
@@ -43,6 +43,10 @@ class StepOutput(Protocol):
     @property
     def sampled(self) -> Sampled:
         """One entry for each sampling row."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprobs]:
+        """Those of the scored stretches; one that is no number is left out."""
 
     @property
     def forward_us(self) -> int:
@@ -96,6 +100,10 @@ class Runner(Protocol):
     def row_invariant(self) -> bool:
         """Whether a token's logits are bit-identical whatever the batch, the chunks and the cache."""
 
+    @property
+    def matcher_of(self) -> MatcherOf | None:
+        """What may follow output ids under a constraint; None where outputs cannot be constrained."""
+
     def warm_up(self) -> None:
         """Make one real token. Raises when the device cannot."""
 
@@ -139,7 +147,7 @@ class EpochWork:
             launched = self._clock_ns()
             output = self._runner.step(batch.inputs, batch.sample_rows)
             computed = self._clock_ns()
-            result = self.table.commit(plan, batch.sampled_seq_ids, output.sampled)
+            result = self.table.commit(plan, batch.sampled_seq_ids, output.sampled, output.prompt_logprobs)
             end = self._clock_ns()
             forward_us, sample_us = output.forward_us, output.sample_us + (end - computed) // 1000
         else:

@@ -14,7 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.sequences import Row, SamplingParams
+from executor.adjustments import Adjustment
+from executor.constraints import Matcher
+from executor.sequences import PromptStretch, Row, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A stretch of one row's prompt of which log-probabilities are wanted.
+
+    Attributes:
+        first_index: index into T of the token before the stretch: its distribution speaks of the first one.
+        stretch: the tokens, and how many alternatives beside each.
+    """
+
+    first_index: int
+    stretch: PromptStretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +47,7 @@ class StepInputs:
         num_decodes: rows with one token.
         max_query_len: most tokens of a row.
         max_seq_len: longest context.
+        scored: stretches of prompts whose log-probabilities are wanted.
     """
 
     token_ids: NDArray[np.int64]
@@ -44,6 +60,7 @@ class StepInputs:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    scored: tuple[Scored, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +71,15 @@ class SampleRow:
         params: the request's sampling.
         output_index: which output token this is, 0 being the first; the counter of the random numbers.
         masked_ids: ids that may not be chosen now (end tokens before `min_tokens`).
+        adjustment: bias, penalties and lists; None when the request has none.
+        matcher: what may be chosen at all; None for anything.
     """
 
     params: SamplingParams
     output_index: int
     masked_ids: tuple[int, ...]
+    adjustment: Adjustment | None = None
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +128,15 @@ def build_inputs(rows: Sequence[Row], block_size: int) -> StepBatch:
             num_decodes=num_decodes,
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
+            scored=tuple(
+                # The first token of the row is at `first_position`, and speaks of the one behind it.
+                Scored(int(start) + row.scored.first_position - 1 - row.first_position, row.scored)
+                for start, row in zip(query_start_loc[:-1], ordered, strict=True)
+                if row.scored is not None
+            ),
         ),
         sample_rows=[
-            SampleRow(row.params, row.output_index, row.masked_ids)
+            SampleRow(row.params, row.output_index, row.masked_ids, row.adjustment, row.matcher)
             for row in ordered
             if row.output_index is not None
         ],

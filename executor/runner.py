@@ -4,7 +4,7 @@ Knows no plan and no sequence: arrays come in (`executor.inputs`), chosen tokens
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,27 +13,28 @@ import numpy as np
 import structlog
 import torch
 
-from executor import sampler, self_test
+from executor import logprobs, sampler, self_test
 from executor.attention.base import AttentionBackend, AttentionSpec, select_backend
 from executor.attention.reference import ReferenceAttention
-from executor.inputs import SampleRow, StepInputs
+from executor.constraints import Constraint, Constraints, Matcher
+from executor.inputs import SampleRow, Scored, StepInputs
 from executor.kernels.build import KernelsUnavailableError
 from executor.kernels.library import fastest
 from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
 from executor.model import ModelError
 from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
 from executor.model.config import ModelConfig
-from executor.model.decoder import Decoder
+from executor.model.decoder import Decoder, Hidden
 from executor.model.weights import load_weights
 from executor.operations.base import Operations
 from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
-from executor.sequences import Sampled, SamplingParams
+from executor.sequences import PromptLogprobs, Sampled, SamplingParams
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (ReferenceAttention,)
 """In order of preference."""
-FEATURES: Final = ("logprobs",)
+FEATURES: Final = ("logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists")
 
 log = structlog.get_logger()
 
@@ -49,9 +50,14 @@ class Fingerprints:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step chose, and the microseconds that the forward pass and the sampling took."""
+    """What one step chose, and the microseconds that the forward pass and the sampling took.
+
+    `prompt_logprobs` are those of the stretches that `StepInputs.scored` names, without any that are no
+    numbers; they belong to the forward pass.
+    """
 
     sampled: Sampled
+    prompt_logprobs: list[PromptLogprobs]
     forward_us: int
     sample_us: int
 
@@ -82,6 +88,7 @@ class ModelRunner:
             tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
             numerics=numerics(device, dtype, operations),
         )
+        self._constraints = constraints_of(checkpoint)
         self._row_invariant = operations.row_invariant and self._is_row_invariant()
 
     @classmethod
@@ -199,7 +206,12 @@ class ModelRunner:
     @property
     def features(self) -> tuple[str, ...]:
         """Names of optional abilities."""
-        return FEATURES
+        return FEATURES if self._constraints is None else (*FEATURES, "constraints")
+
+    @property
+    def matcher_of(self) -> Callable[[Constraint, Sequence[int]], Matcher] | None:
+        """What may follow output ids under a constraint; None when the vocabulary's texts are not known."""
+        return None if self._constraints is None else self._constraints.matcher
 
     @property
     def row_invariant(self) -> bool:
@@ -214,13 +226,26 @@ class ModelRunner:
         error in the result; it is no exception.
         """
         started = time.perf_counter_ns()
-        logits = self.logits(inputs)
+        hidden = self._model.forward(inputs, self._kv_cache)
+        scores = [self._score(hidden, scored) for scored in inputs.scored]
+        logits = self._model.head(hidden)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter_ns()
         sampled = sampler.sample(logits, sample_rows, self._choose) if sample_rows else Sampled([], [], [])
         ended = time.perf_counter_ns()
-        return StepOutput(sampled, (forwarded - started) // 1000, (ended - forwarded) // 1000)
+        return StepOutput(
+            sampled,
+            [score for score in scores if score is not None],
+            (forwarded - started) // 1000,
+            (ended - forwarded) // 1000,
+        )
+
+    def _score(self, hidden: Hidden, scored: Scored) -> PromptLogprobs | None:
+        def logits_at(indices: torch.Tensor) -> torch.Tensor:
+            return self._model.head(hidden, indices.to(self._device))
+
+        return logprobs.score(scored, logits_at, self.vocab_size)
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:
@@ -302,6 +327,21 @@ def select_operations(spec: AttentionSpec) -> Operations:
     plain = PlainOperations(select_backend(BACKENDS, spec))
     log.info("operations_selected", operations=plain.name, no_kernels=refusal)
     return plain
+
+
+def constraints_of(checkpoint: Checkpoint) -> Constraints | None:
+    """What holds outputs to a form; None when it cannot be known what the tokens stand for, or none ends."""
+    vocabulary = checkpoint.token_bytes
+    if vocabulary is None or not checkpoint.eos_token_ids:
+        log.info("no_constraints", token_bytes_known=vocabulary is not None)
+        return None
+    num_tokens = min(len(vocabulary.tokens), checkpoint.config.vocab_size)
+    return Constraints(
+        vocabulary.tokens[:num_tokens],
+        special_ids=sorted(each for each in vocabulary.special_ids if each < num_tokens),
+        eos_token_ids=[each for each in checkpoint.eos_token_ids if each < num_tokens],
+        vocab_size=checkpoint.config.vocab_size,
+    )
 
 
 def numerics(device: torch.device, dtype: str, operations: Operations) -> str:

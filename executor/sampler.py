@@ -4,27 +4,40 @@ A token is drawn by inverse CDF from one uniform number per token (`executor.phi
 seed and the token's place in the output. The CDF runs over the vocabulary in id order, so that the filters
 take part only by what they remove.
 
-Order: masked ids, then temperature, then top-k, then top-p of what top-k left, then min-p relative to the
-most likely token. Each is off at its neutral value, and each keeps at least the most likely token; where
-tokens tie, the lower id counts as the more likely one. Temperature 0 takes the most likely token, whatever
-else is set.
+Order, for each row; what a row does not ask for leaves its logits as they are, bit for bit:
 
-Log-probabilities are those of the model's raw distribution, before masks, temperature and filters.
+  1. raw logits: log-probabilities are taken of these, so nothing below changes them
+  2. bias: added to single tokens
+  3. penalties: repetition divides positive and multiplies negative logits of every token seen in prompt or
+     output, once; then frequency x (times in the output) and presence (if in the output) are taken off
+  4. exclusions: what does not match a constraint; all but the allowed tokens; the banned ones; end tokens
+     before `min_tokens` (`masked_ids`)
+  5. temperature, then top-k, then top-p of what top-k left, then min-p relative to the most likely token
+  6. the draw
+
+A filter is off at its neutral value, and each keeps at least the most likely token; where tokens tie, the
+lower id counts as the more likely one. Temperature 0 takes the most likely token after step 4, whatever else
+is set. A row with nothing left to choose gets an error.
+
+Bias, repetition and the filters are those of transformers (`generation/logits_process.py`), in its order;
+presence and frequency those of OpenAI's API.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from executor import logprobs
+from executor.adjustments import Adjustment
+from executor.constraints import ConstraintError
 from executor.inputs import SampleRow
 from executor.philox import uniforms
-from executor.sequences import Sampled, TokenLogprobs
+from executor.sequences import NOT_FINITE, Sampled, TokenLogprobs
 
-NOT_FINITE = "the model's logits for this sequence are not numbers (NaN or infinite): it cannot be continued"
 ALL_MASKED = "every token is excluded for this sequence: none can be chosen"
 
 NUM_CANDIDATES: Final = 1024
@@ -57,20 +70,113 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose = choose) -
     """Choose one token for each row of `logits` (float32 `[num_rows, vocab_size]`), as `rows` asks.
 
     A row whose logits hold NaN or +inf, or leave no token to choose, gets an error in place of a token; the
-    others are not touched by it.
+    others are not touched by it. Rows that ask for changes have them written to `logits`.
     """
-    token_ids, highest = choose(masked(logits, rows), rows)
-    errors = [error_of(value) for value in highest]
-    return Sampled(token_ids, logprobs(logits, rows, token_ids, errors), errors)
+    asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    table = logprobs.table_of(logits[asked]) if asked else None
+    rows, faults = hold(logits, rows)
+    adjust(logits, rows)
+    token_ids, highest = choose(logits, rows)
+    errors = [faults.get(index) or error_of(value) for index, value in enumerate(highest)]
+    chances: list[TokenLogprobs | None] = [None] * len(rows)
+    if table is not None:
+        num_tops = [rows[index].params.logprobs or 0 for index in asked]
+        reports = logprobs.reports(table, [token_ids[index] for index in asked], num_tops)
+        for index, report in zip(asked, reports, strict=True):
+            chances[index] = report if errors[index] is None else None
+    return Sampled(token_ids, chances, errors)
 
 
-def masked(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """`logits` without the ids that the rows may not choose now; the same tensor when there are none."""
-    places = [(index, token_id) for index, row in enumerate(rows) for token_id in row.masked_ids]
-    if not places:
-        return logits
-    row_indices, token_ids = torch.tensor(places, device=logits.device).T
-    return logits.index_put((row_indices, token_ids), torch.tensor(-torch.inf, device=logits.device))
+def hold(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Sequence[SampleRow], dict[int, str]]:
+    """Exclude what constraints do, in place; returns the rows, and what is wrong by row.
+
+    An output that must end now may do so before its `min_tokens`.
+    """
+    constrained = [index for index, row in enumerate(rows) if row.matcher is not None]
+    if not constrained:
+        return rows, {}
+    held, faults = list(rows), {}
+    excluded = np.zeros((len(constrained), logits.shape[-1]), dtype=np.bool_)
+    for place, index in enumerate(constrained):
+        row = rows[index]
+        assert row.matcher is not None
+        try:
+            allowed = row.matcher.allowed()
+        except ConstraintError as error:
+            faults[index] = str(error)
+            continue
+        excluded[place] = ~allowed
+        if row.masked_ids and allowed.sum() == allowed[list(row.masked_ids)].sum():
+            held[index] = replace(row, masked_ids=())
+    places = torch.tensor(constrained, device=logits.device)
+    mask = torch.from_numpy(excluded).to(logits.device)
+    logits[places] = logits[places].masked_fill(mask, -torch.inf)
+    return held, faults
+
+
+def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Bring `logits` from raw to what may be chosen from, in place: steps 2 to 4."""
+    adjusted = [(index, row.adjustment) for index, row in enumerate(rows) if row.adjustment is not None]
+    if adjusted:
+        _add_bias(logits, adjusted)
+        _penalize(logits, adjusted)
+        _keep_allowed(logits, adjusted)
+        _exclude(logits, [(index, each.banned_ids) for index, each in adjusted if each.banned_ids.size])
+    masked = [(index, np.array(row.masked_ids)) for index, row in enumerate(rows) if row.masked_ids]
+    _exclude(logits, masked)
+
+
+_Adjusted = Sequence[tuple[int, Adjustment]]
+"""Indices of rows, each with what is to be changed there."""
+
+
+def _add_bias(logits: Tensor, rows: _Adjusted) -> None:
+    biased = [(index, each) for index, each in rows if each.bias_ids.size]
+    if biased:
+        places = _places(logits, [(index, each.bias_ids) for index, each in biased])
+        bias = torch.from_numpy(np.concatenate([each.bias for _, each in biased])).to(logits.device)
+        logits[places] = logits[places] + bias
+
+
+def _penalize(logits: Tensor, rows: _Adjusted) -> None:
+    seen = [(index, each, each.seen) for index, each in rows if each.seen is not None and each.seen.ids.size]
+    if not seen:
+        return
+    counts = np.concatenate([tokens.counts for _, _, tokens in seen])
+    repetition, presence, frequency = np.repeat(
+        np.array(
+            [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for _, each, _ in seen],
+            dtype=np.float32,
+        ),
+        [tokens.ids.size for _, _, tokens in seen],
+        axis=0,
+    ).T
+    factors = torch.from_numpy(np.ascontiguousarray(repetition)).to(logits.device)
+    taken = torch.from_numpy(frequency * counts + presence * (counts > 0)).to(logits.device)
+    places = _places(logits, [(index, tokens.ids) for index, _, tokens in seen])
+    values = logits[places]
+    logits[places] = torch.where(values < 0, values * factors, values / factors) - taken
+
+
+def _keep_allowed(logits: Tensor, rows: _Adjusted) -> None:
+    limited = [(index, each.allowed_ids) for index, each in rows if each.allowed_ids.size]
+    if limited:
+        places = _places(logits, limited)
+        kept = logits[places]
+        logits[torch.tensor([index for index, _ in limited], device=logits.device)] = -torch.inf
+        logits[places] = kept
+
+
+def _exclude(logits: Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> None:
+    if rows:
+        logits[_places(logits, rows)] = -torch.inf
+
+
+def _places(logits: Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
+    """Where ids of single rows lie in `logits`: indices of rows and of columns."""
+    indices = np.repeat([index for index, _ in rows], [ids.size for _, ids in rows])
+    columns = np.concatenate([ids for _, ids in rows])
+    return torch.from_numpy(indices).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
 def error_of(highest: float) -> str | None:
@@ -183,36 +289,3 @@ def stays(ordered: Tensor, filters: Filters, total: Tensor, vocab_size: int) -> 
     within_top_p = (mass - ordered < filters.top_p * whole) | (filters.top_p >= 1)
     within_min_p = ordered >= filters.min_p * ordered[:, :1]
     return (within_top_k & within_top_p & within_min_p) | (places == 0)
-
-
-def logprobs(
-    logits: Tensor, rows: Sequence[SampleRow], token_ids: list[int], errors: list[str | None]
-) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the rows that ask for them, from the raw distribution."""
-    reports: list[TokenLogprobs | None] = [None] * len(rows)
-    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None]
-    if asked:
-        index = torch.tensor(asked, device=logits.device)
-        table = logits[index].double().log_softmax(dim=-1).cpu().numpy()
-        for i, row_logprobs in zip(asked, table, strict=True):
-            reports[i] = token_logprobs(row_logprobs, token_ids[i], rows[i].params.logprobs or 0)
-    return reports
-
-
-def token_logprobs(row_logprobs: np.ndarray, token_id: int, num_top: int) -> TokenLogprobs:
-    """The report on one token. Alternatives come most likely first; impossible ones are left out."""
-    own = row_logprobs[token_id]
-    rank = 1 + int((row_logprobs > own).sum()) + int((row_logprobs[:token_id] == own).sum())
-    num_top = min(num_top, len(row_logprobs))
-    top_ids = np.empty(0, dtype=np.int64)
-    if num_top:
-        threshold = np.partition(row_logprobs, -num_top)[-num_top]
-        candidates = np.flatnonzero((row_logprobs >= threshold) & (row_logprobs > -np.inf))
-        top_ids = candidates[np.argsort(-row_logprobs[candidates], kind="stable")][:num_top]
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=float(own),
-        rank=rank,
-        top_token_ids=tuple(top_ids.tolist()),
-        top_logprobs=tuple(row_logprobs[top_ids].tolist()),
-    )

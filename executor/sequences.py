@@ -13,22 +13,32 @@ Must not know: protos, torch, streams, clocks, other schedulers. It never choose
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from executor.adjustments import Adjustment, adjustment_of
+from executor.constraints import Constraint, Matcher
 from executor.stopping import FinishReason, StopRule, end_token_ids
 
 INVALID_ARGUMENT: Final = 3
 """gRPC status code: the request itself cannot be computed."""
 INTERNAL: Final = 13
 """gRPC status code: the computation went wrong."""
+NOT_FINITE: Final = (
+    "the model's logits for this sequence are not numbers (NaN or infinite): it cannot be continued"
+)
 
 MAX_LOGPROBS: Final = 20
 """Most alternatives a request may ask for."""
+MAX_REPETITION_PENALTY: Final = 100
+MAX_PENALTY: Final = 2
+"""Of the presence and frequency penalties, either way."""
+MAX_BIAS: Final = 100
+"""Either way."""
 
 
 class PlanError(ValueError):
@@ -53,6 +63,13 @@ class SamplingParams:
         ignore_eos: go on past the model's end tokens.
         stop_token_ids: ids that end the sequence.
         logprobs: None for no log-probabilities, else how many alternatives beside the chosen token.
+        prompt_logprobs: the same for the tokens of the prompt, where `prompt_logprobs_from` asks for them.
+        repetition_penalty: divides or multiplies the logits of tokens in prompt or output; 1 is off.
+        presence_penalty, frequency_penalty: taken off for tokens in the output; 0 is off.
+        logit_bias: pairs of token id and what is added to its logit.
+        allowed_token_ids: no other may be chosen; empty is off.
+        banned_token_ids: may not be chosen.
+        constraint: what the output must match; None for nothing.
     """
 
     max_tokens: int
@@ -65,13 +82,22 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: frozenset[int] = frozenset()
+    banned_token_ids: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
     """A sequence the executor has not seen, or has forgotten.
 
-    `unsupported` names the options its request sets and this executor does not serve.
+    `prompt_logprobs_from` is the first position whose log-probability is wanted; None for none. `unsupported`
+    names the options its request sets and this executor does not serve.
     """
 
     seq_id: int
@@ -81,6 +107,7 @@ class NewSequence:
     block_ids: tuple[int, ...]
     params: SamplingParams
     unsupported: tuple[str, ...] = ()
+    prompt_logprobs_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +138,15 @@ class TokenLogprobs:
     rank: int
     top_token_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a stretch of one sequence's prompt, one for each position in order."""
+
+    seq_id: int
+    first_position: int
+    tokens: list[TokenLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +189,27 @@ class StepResult:
     """Pairs of seq_id and the log-probabilities of its new token."""
     finished: tuple[FinishedSequence, ...] = ()
     errors: tuple[SequenceError, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 # --- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStretch:
+    """Tokens of a prompt whose log-probabilities a row brings: their distributions are computed in it.
+
+    Attributes:
+        seq_id: whose.
+        first_position: position of the first of them in the prompt, >= 1.
+        token_ids: the tokens.
+        num_top: alternatives wanted beside each.
+    """
+
+    seq_id: int
+    first_position: int
+    token_ids: list[int]
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +224,9 @@ class Row:
         params: how its next token is chosen.
         output_index: which output token it samples (0 is the first); None when known tokens remain after it.
         masked_ids: ids that may not be chosen.
+        adjustment: what else its request changes of the logits, as of the tokens known now; None for nothing.
+        scored: the stretch of its prompt whose log-probabilities are wanted; None for none.
+        matcher: what may be chosen at all; None for anything.
     """
 
     seq_id: int
@@ -179,6 +236,9 @@ class Row:
     params: SamplingParams
     output_index: int | None
     masked_ids: tuple[int, ...]
+    adjustment: Adjustment | None = None
+    scored: PromptStretch | None = None
+    matcher: Matcher | None = None
 
 
 @dataclass(slots=True)
@@ -191,6 +251,9 @@ class _Sequence:
     block_ids: NDArray[np.int32]
     params: SamplingParams
     stop_rule: StopRule
+    adjustment: Adjustment | None
+    prompt_logprobs_from: int | None
+    matcher: Matcher | None
 
 
 @dataclass(slots=True)
@@ -215,6 +278,10 @@ class _IdSet:
         return not bits >> bit & 1
 
 
+MatcherOf = Callable[[Constraint, Sequence[int]], Matcher]
+"""What may follow output ids under a constraint."""
+
+
 class SequenceTable:
     """All sequences of one epoch: `apply` a plan, compute its rows, `commit` what was sampled."""
 
@@ -223,6 +290,7 @@ class SequenceTable:
         "_eos_token_ids",
         "_errors",
         "_ghosts",
+        "_matcher_of",
         "_max_num_batched_tokens",
         "_max_num_seqs",
         "_max_seq_len",
@@ -243,7 +311,10 @@ class SequenceTable:
         max_seq_len: int,
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        matcher_of: MatcherOf | None = None,
     ) -> None:
+        """`matcher_of` is None where outputs cannot be constrained."""
+        self._matcher_of = matcher_of
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -285,10 +356,17 @@ class SequenceTable:
         self._rows = self._plan_rows(plan)
         return self._rows
 
-    def commit(self, plan: BatchPlan, sampled_seq_ids: Sequence[int], sampled: Sampled) -> StepResult:
+    def commit(
+        self,
+        plan: BatchPlan,
+        sampled_seq_ids: Sequence[int],
+        sampled: Sampled,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
+    ) -> StepResult:
         """Take in what the step sampled, end what has ended, and say so.
 
         `sampled_seq_ids` tells whose each entry of `sampled` is: every row that samples, in any order.
+        `prompt_logprobs` has those of the rows' scored stretches, without the ones that are no numbers.
         """
         index_of = {seq_id: i for i, seq_id in enumerate(sampled_seq_ids)}
         seq_ids: list[int] = []
@@ -296,20 +374,30 @@ class SequenceTable:
         token_ids: list[int] = []
         logprobs: list[tuple[int, TokenLogprobs]] = []
         finished: list[FinishedSequence] = []
+        scored = {stretch.seq_id: stretch for stretch in prompt_logprobs}
         for row in self._rows:
             sequence = self._sequences[row.seq_id]
             sequence.num_computed_tokens += len(row.token_ids)
+            if row.scored is not None and row.seq_id not in scored:
+                self._errors.append(SequenceError(row.seq_id, NOT_FINITE, INTERNAL))
+                self._end(row.seq_id, plan.step_id)
+                continue
             if row.output_index is None:
                 seq_ids.append(row.seq_id)
                 num_sampled.append(0)
                 continue
             i = index_of[row.seq_id]
             if (error := sampled.errors[i]) is not None:
-                self._errors.append(SequenceError(row.seq_id, error, INTERNAL))
+                scored.pop(row.seq_id, None)
+                is_request_fault = row.matcher is not None and row.matcher.fault is not None
+                code = INVALID_ARGUMENT if is_request_fault else INTERNAL
+                self._errors.append(SequenceError(row.seq_id, error, code))
                 self._end(row.seq_id, plan.step_id)
                 continue
             token_id = sampled.token_ids[i]
             sequence.token_ids.append(token_id)
+            if sequence.adjustment is not None:
+                sequence.adjustment.took(token_id)
             seq_ids.append(row.seq_id)
             num_sampled.append(1)
             token_ids.append(token_id)
@@ -322,6 +410,8 @@ class SequenceTable:
                 matched = token_id if reason is FinishReason.STOP else None
                 finished.append(FinishedSequence(row.seq_id, reason, matched))
                 self._end(row.seq_id, plan.step_id)
+            elif row.matcher is not None:
+                row.matcher.take(token_id)
         result = StepResult(
             epoch=plan.epoch,
             step_id=plan.step_id,
@@ -331,6 +421,7 @@ class SequenceTable:
             logprobs=tuple(logprobs),
             finished=tuple(finished),
             errors=tuple(self._errors),
+            prompt_logprobs=tuple(scored.values()),
         )
         self._rows, self._errors = [], []
         return result
@@ -353,6 +444,8 @@ class SequenceTable:
             )
         self._check_blocks(new.seq_id, new.block_ids)
         fault = request_fault(new, vocab_size=self._vocab_size, max_seq_len=self._max_seq_len)
+        if new.params.constraint is not None and self._matcher_of is None:
+            fault = "a constrained output is not supported by this executor"
         if fault is not None:
             self._errors.append(SequenceError(new.seq_id, fault, INVALID_ARGUMENT))
             self._ghosts[new.seq_id] = _Ghost(step_id, new.num_computed_tokens)
@@ -367,6 +460,12 @@ class SequenceTable:
             raise PlanError(
                 f"num_computed_tokens of sequence {new.seq_id} is {new.num_computed_tokens}; "
                 f"it must leave at least one of its {num_known} known tokens to compute"
+            )
+        first_wanted = new.prompt_logprobs_from
+        if first_wanted is not None and not new.num_computed_tokens < first_wanted:
+            raise PlanError(
+                f"prompt_logprobs_from of sequence {new.seq_id} is {first_wanted}; it must be more than its "
+                f"{new.num_computed_tokens} computed tokens, whose distributions are not at hand"
             )
         params = new.params
         self._sequences[new.seq_id] = _Sequence(
@@ -383,7 +482,18 @@ class SequenceTable:
                 max_tokens=params.max_tokens,
                 max_seq_len=self._max_seq_len,
             ),
+            adjustment=adjustment_of(
+                params, new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
+            ),
+            prompt_logprobs_from=new.prompt_logprobs_from,
+            matcher=self._matcher(new),
         )
+
+    def _matcher(self, new: NewSequence) -> Matcher | None:
+        if new.params.constraint is None:
+            return None
+        assert self._matcher_of is not None, "a fault of the request otherwise"
+        return self._matcher_of(new.params.constraint, new.token_ids[new.num_prompt_tokens :])
 
     def _check_blocks(self, seq_id: int, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
@@ -457,7 +567,21 @@ class SequenceTable:
             params=sequence.params,
             output_index=output_index,
             masked_ids=() if output_index is None else sequence.stop_rule.masked_ids(output_index),
+            adjustment=sequence.adjustment,
+            scored=None if sequence.prompt_logprobs_from is None else _scored(seq_id, sequence, first, end),
+            matcher=sequence.matcher,
         )
+
+
+def _scored(seq_id: int, sequence: _Sequence, first: int, end: int) -> PromptStretch | None:
+    """What positions `first` to `end - 1` tell of the prompt: each speaks of the token behind it."""
+    assert sequence.prompt_logprobs_from is not None
+    wanted_from = max(first + 1, sequence.prompt_logprobs_from)
+    wanted_to = min(end + 1, sequence.num_prompt_tokens)
+    if wanted_from >= wanted_to:
+        return None
+    token_ids = sequence.token_ids[wanted_from:wanted_to]
+    return PromptStretch(seq_id, wanted_from, token_ids, sequence.params.prompt_logprobs or 0)
 
 
 def _check_columns(plan: BatchPlan) -> None:
@@ -500,9 +624,12 @@ def request_fault(new: NewSequence, *, vocab_size: int, max_seq_len: int) -> str
 def _params_fault(new: NewSequence, vocab_size: int) -> str | None:
     params = new.params
     num_output = len(new.token_ids) - new.num_prompt_tokens
-    bad_stop = next((t for t in params.stop_token_ids if not 0 <= t < vocab_size), None)
     # Written so that NaN, for which every comparison is false, breaks the rule.
     rules = (
+        (
+            params.constraint is None or not params.ignore_eos,
+            "ignore_eos is set, and a constrained output ends with an end token",
+        ),
         (params.max_tokens >= 1, f"max_tokens is {params.max_tokens}; it must be at least 1"),
         (
             num_output < params.max_tokens,
@@ -519,10 +646,44 @@ def _params_fault(new: NewSequence, vocab_size: int) -> str | None:
         (0 < params.top_p <= 1, f"top_p is {params.top_p}; it must be above 0 and at most 1"),
         (0 <= params.min_p <= 1, f"min_p is {params.min_p}; it must be 0 to 1"),
         (params.top_k >= 0, f"top_k is {params.top_k}; it must be 0 (off) or more"),
-        (bad_stop is None, f"stop_token_ids holds {bad_stop}; token ids are 0 to {vocab_size - 1}"),
-        (
-            params.logprobs is None or 0 <= params.logprobs <= MAX_LOGPROBS,
-            f"logprobs is {params.logprobs}; it must be 0 to {MAX_LOGPROBS}",
-        ),
     )
-    return next((sentence for holds, sentence in rules if not holds), None)
+    broken = next((sentence for holds, sentence in rules if not holds), None)
+    return broken or _logprobs_fault(params) or _adjustment_fault(params) or _ids_fault(params, vocab_size)
+
+
+def _logprobs_fault(params: SamplingParams) -> str | None:
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            return f"{name} is {count}; it must be 0 to {MAX_LOGPROBS}"
+    return None
+
+
+def _adjustment_fault(params: SamplingParams) -> str | None:
+    repetition = params.repetition_penalty
+    if not 0 < repetition <= MAX_REPETITION_PENALTY:
+        return f"repetition_penalty is {repetition}; it must be above 0 and at most {MAX_REPETITION_PENALTY}"
+    for name, penalty in (
+        ("presence_penalty", params.presence_penalty),
+        ("frequency_penalty", params.frequency_penalty),
+    ):
+        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+            return f"{name} is {penalty}; it must be {-MAX_PENALTY} to {MAX_PENALTY}"
+    for token_id, bias in params.logit_bias:
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            return f"logit_bias of token {token_id} is {bias}; it must be {-MAX_BIAS} to {MAX_BIAS}"
+    if params.allowed_token_ids and params.allowed_token_ids <= params.banned_token_ids:
+        return "every one of allowed_token_ids is banned: no token is left to choose"
+    return None
+
+
+def _ids_fault(params: SamplingParams, vocab_size: int) -> str | None:
+    for name, token_ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("banned_token_ids", params.banned_token_ids),
+    ):
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                return f"{name} holds {token_id}; token ids are 0 to {vocab_size - 1}"
+    return None

@@ -152,6 +152,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
                 max_seq_len=runner.max_seq_len,
                 vocab_size=runner.vocab_size,
                 eos_token_ids=runner.eos_token_ids,
+                matcher_of=runner.matcher_of,
             ),
         )
         _log.info("opened", scheduler_id=request.scheduler_id, term=term, epoch=epoch)

@@ -5,6 +5,7 @@ Checks form alone (which fields are set); what the numbers mean is `sequences`' 
 
 from typing import Final
 
+from executor.constraints import Choice, Constraint, JsonSchema, Regex
 from executor.device import Runner, StepTimings
 from executor.sequences import BatchPlan, NewSequence, SamplingParams, StepResult, TokenLogprobs
 from executor.stopping import FinishReason
@@ -13,7 +14,7 @@ from protos.v1 import common_pb2, executor_pb2
 PROTOCOL_REVISION: Final = 1
 
 _RESERVED_PLAN_FIELDS: Final = frozenset({"block_copies", "zero_block_ids", "draft_tokens"})
-_RESERVED_SEQUENCE_FIELDS: Final = frozenset({"prompt_logprobs_from", "adapter"})
+_RESERVED_SEQUENCE_FIELDS: Final = frozenset({"adapter"})
 _SERVED_SAMPLING_FIELDS: Final = frozenset(
     {
         "temperature",
@@ -26,6 +27,16 @@ _SERVED_SAMPLING_FIELDS: Final = frozenset(
         "ignore_eos",
         "stop_token_ids",
         "logprobs",
+        "prompt_logprobs",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "banned_token_ids",
+        "json_schema",
+        "regex",
+        "choice",
     }
 )
 _FINISH_REASONS: Final = {
@@ -66,6 +77,9 @@ def new_sequence_from_proto(message: executor_pb2.NewSequence) -> NewSequence:
         block_ids=tuple(message.block_ids),
         params=sampling_from_proto(message.sampling),
         unsupported=tuple(sorted(unsupported)),
+        prompt_logprobs_from=(
+            message.prompt_logprobs_from if message.HasField("prompt_logprobs_from") else None
+        ),
     )
 
 
@@ -82,7 +96,28 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         stop_token_ids=frozenset(message.stop_token_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=frozenset(message.allowed_token_ids),
+        banned_token_ids=frozenset(message.banned_token_ids),
+        constraint=constraint_from_proto(message),
     )
+
+
+def constraint_from_proto(message: common_pb2.SamplingParams) -> Constraint | None:
+    """What the output must match; None for nothing."""
+    match message.WhichOneof("constraint"):
+        case "json_schema":
+            return JsonSchema(message.json_schema)
+        case "regex":
+            return Regex(message.regex)
+        case "choice":
+            return Choice(tuple(message.choice.values))
+        case _:
+            return None
 
 
 def result_to_proto(
@@ -112,6 +147,14 @@ def result_to_proto(
                 seq_id=error.seq_id, message=error.message, status_code=error.status_code
             )
             for error in result.errors
+        ],
+        prompt_logprobs=[
+            executor_pb2.PromptLogprobs(
+                seq_id=stretch.seq_id,
+                first_position=stretch.first_position,
+                tokens=map(_logprobs_to_proto, stretch.tokens),
+            )
+            for stretch in result.prompt_logprobs
         ],
         draining=draining,
         timings=executor_pb2.StepTimings(

@@ -5,7 +5,7 @@ import uuid
 from functools import partial
 
 from protos.v1 import router_pb2, router_pb2_grpc
-from router import model_files
+from router import model_files, validation
 from router.config import RouterSettings
 from router.intake import Intake, ServedModel
 from router.key_file import Doorkeeper
@@ -78,26 +78,44 @@ async def run_router() -> int:
             health=health,
             run=schedulers.run,
             drain=intake.drain,
-            side_doors=[_http_door(intake, settings, doorkeeper, certificates)] if settings.http else [],
+            side_doors=[_http_door(intake, schedulers, settings, doorkeeper, certificates)]
+            if settings.http
+            else [],
         )
     finally:
         intake.close()
 
 
 def _http_door(
-    intake: Intake, settings: RouterSettings, doorkeeper: Doorkeeper, certificates: Tls | None
+    intake: Intake,
+    schedulers: SchedulerPool,
+    settings: RouterSettings,
+    doorkeeper: Doorkeeper,
+    certificates: Tls | None,
 ) -> SideDoor:
     """The HTTP door. Its libraries are an extra. Raises StartError when they are not there."""
     try:
         from router.http.app import HttpApp
+        from router.http.live import Live
         from router.http.server import HttpDoor
     except ImportError as error:
         raise StartError(
             f"--http needs libraries that are not installed ({error.name}); "
             "`pip install 'chairlift[router,http]'` brings them"
         ) from error
+
+    async def story(request_id: str, tenant: str) -> dict[str, object]:
+        validation.check_request_id(request_id)
+        return await schedulers.place(request_id).time_line(request_id, tenant)
+
+    live = Live(
+        [client.steps for client in schedulers.clients],
+        intake.latencies,
+        refusal=lambda: intake.refusal,
+        story=story,
+    )
     return HttpDoor(
-        HttpApp(intake, max_body_bytes=settings.max_message_bytes, doorkeeper=doorkeeper),
+        HttpApp(intake, max_body_bytes=settings.max_message_bytes, doorkeeper=doorkeeper, live=live),
         settings.http,
         tls=certificates,
         demand_certificates=settings.demands_certificates,

@@ -85,6 +85,8 @@ class Call:
             await self._bell.wait()
 
     def _news_of(self, log: RequestLog) -> list[News]:
+        if log.lacks_prompt_logprobs and log.choices[0].end is None:
+            return []  # they are part of what is told first
         news: list[News] = []
         for choice in log.choices:
             delta = choice.take_delta()

@@ -10,19 +10,21 @@ It must not know tokens. Rendering is CPU work of up to seconds for huge convers
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 MAX_LOOP_STEPS = 1_000_000
 MAX_CHARACTERS = 16 * 1024 * 1024
+_CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatError(ValueError):
@@ -34,12 +36,23 @@ class TemplateError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool, in an assistant's turn. `arguments` are a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn. `name` is handed to the template when it is not empty."""
+    """One turn. What is empty beside role and content is not handed to the template."""
 
     role: str
     content: str
     name: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
 
 
 class ChatTemplate:
@@ -48,35 +61,52 @@ class ChatTemplate:
     `special_tokens` are the texts that templates know as `bos_token` and `eos_token`.
     """
 
-    __slots__ = ("_special_tokens", "_template")
+    __slots__ = ("_knows_tools", "_special_tokens", "_template")
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self._knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is broken at line {error.lineno}: {error.message}"
             ) from error
         self._special_tokens = special_tokens
 
-    def render(self, messages: list[ChatMessage], tools: list[str], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: list[ChatMessage],
+        tools: list[str],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+    ) -> str:
         """The conversation as text. `tools` are definitions as JSON text; an empty list means no tools.
 
-        Raises ChatError when there is no message, a tool is not JSON, the template refuses or fails, or its
-        work passes the bounds.
+        With `continue_final_message` it ends with the last message's content: what closes a turn is cut off.
+        Raises ChatError when there is no message, a tool is not JSON or the template knows no tools, the
+        template refuses or fails, its work passes the bounds, or the last message cannot be continued.
         """
         if not messages:
             raise ChatError("chat.messages is empty; at least one message is needed")
+        if tools and not self._knows_tools:
+            raise ChatError(
+                "chat.tools: the model's chat template does not know tools; describe them in a message, or "
+                "hold the output to a JSON schema"
+            )
+        shown = _marked(messages) if continue_final_message else messages
         variables = {
             **self._special_tokens,
-            "messages": [_as_template_sees(message) for message in messages],
+            "messages": [_as_template_sees(message) for message in shown],
             "tools": _parsed_tools(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "range": _BoundedRange(),
         }
         try:
-            return _bounded_join(self._template.generate(variables))
+            text = _bounded_join(self._template.generate(variables))
+            return _cut_at_mark(messages[-1].content, text) if continue_final_message else text
         except _RefusedByTemplateError as error:
             raise ChatError(f"chat: the model's chat template refuses this conversation: {error}") from error
         except ChatError:
@@ -148,11 +178,46 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)  # noqa: DTZ005 - the server's local date, as transformers gives it
 
 
-def _as_template_sees(message: ChatMessage) -> dict[str, str]:
-    seen = {"role": message.role, "content": message.content}
+def _as_template_sees(message: ChatMessage) -> dict[str, Any]:
+    seen: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         seen["name"] = message.name
+    if message.tool_call_id:
+        seen["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        seen["tool_calls"] = [_call_as_template_sees(call, i) for i, call in enumerate(message.tool_calls)]
     return seen
+
+
+def _call_as_template_sees(call: ToolCall, position: int) -> dict[str, Any]:
+    """As transformers documents it for templates: the arguments are an object, not its text."""
+    path = f"chat.messages: tool_calls[{position}].arguments"
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError) as error:
+        raise ChatError(f"{path} is not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ChatError(f"{path} must be a JSON object as text")
+    seen = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {"id": call.id, **seen} if call.id else seen
+
+
+def _marked(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """The conversation with a mark behind its last content."""
+    last = messages[-1]
+    return [*messages[:-1], replace(last, content=last.content + _CONTINUE_MARK)]
+
+
+def _cut_at_mark(said: str, text: str) -> str:
+    """The text up to the mark, as transformers cuts it: the mark's space shows whether spaces are kept."""
+    position = text.rfind(_CONTINUE_MARK.strip())
+    if position < 0 or said.strip() not in text:
+        raise ChatError(
+            "chat.continue_final_message: the model's chat template does not show the last message's content "
+            "as it is, so it cannot be continued"
+        )
+    before = text[:position]
+    return before if text.startswith(_CONTINUE_MARK, position) else before.rstrip()
 
 
 def _parsed_tools(tools: list[str]) -> list[Any]:

@@ -23,7 +23,9 @@ import structlog
 from router import keys, validation
 from router.call import Call
 from router.chat import ChatError
+from router.constraint_checks import ConstraintChecks
 from router.keys import ANYBODY, Caller
+from router.latencies import Latencies
 from router.request_log import End, FinishReason, RequestLog
 from router.scheduler_client import SchedulerClient, SchedulerPool
 from router.scheduler_session import Welcome
@@ -70,10 +72,12 @@ class Intake:
 
     def __init__(self, *, model: ServedModel, schedulers: SchedulerPool) -> None:
         self.model = model
+        self.latencies = Latencies()
         self._schedulers = schedulers
         self._live_ids: set[tuple[str, str]] = set()  # tenant and request id
         self._idle = asyncio.Event()
         self._idle.set()
+        self._constraint_checks = ConstraintChecks()
         self._threads = concurrent.futures.ThreadPoolExecutor(_TOKENIZER_THREADS, "tokenizer")
 
     @property
@@ -95,7 +99,8 @@ class Intake:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Gives the tokenizer's threads back."""
+        """Gives the tokenizer's threads back, and the processes that try constraints."""
+        self._constraint_checks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- generation ---------------------------------------------------------------------------------
@@ -115,6 +120,7 @@ class Intake:
         ids = [(arrival.caller.tenant, asked.request_id) for asked in named]
         with structlog.contextvars.bound_contextvars(request_id=ids[0][1]), self._reserved(ids):
             begun = [await self._begun(asked, arrival) for asked in named]
+            validation.check_prompt_logprobs(sum(log.num_prompt_numbers for _, log in begun))
             call = Call(tuple(log for _, log in begun))
             try:
                 for scheduler, log in begun:
@@ -152,10 +158,12 @@ class Intake:
         scheduler = self._schedulers.place(asked.request_id)
         welcome = scheduler.welcome
         assert welcome is not None, "a scheduler that takes requests has been welcomed"
-        limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
+        limits = _limits(welcome)
         checked = validation.checked(asked, model=self.model.name, limits=limits)
         keys.check_priority(arrival.caller, checked.priority)
         arrival.refuse_unknown()
+        if checked.sampling.constraint is not None:
+            await self._constraint_checks.check(checked.sampling.constraint)
         valid = validation.fitted(
             checked,
             await self._prompt_token_ids(checked.prompt),
@@ -180,6 +188,7 @@ class Intake:
             body_digest=arrival.body_digest,
             deadline=arrival.deadline,
             received_at=arrival.received_at,
+            latencies=self.latencies,
         )
         return scheduler, log
 
@@ -194,10 +203,10 @@ class Intake:
                 return tokenizer.encode(prompt)
             case str():
                 return await loop.run_in_executor(self._threads, tokenizer.encode, prompt)
-            case validation.Chat(messages, tools, add_generation_prompt):
+            case validation.Chat(messages, tools, opened, continued):
                 try:
                     return await loop.run_in_executor(
-                        self._threads, tokenizer.encode_chat, messages, tools, add_generation_prompt
+                        self._threads, tokenizer.encode_chat, messages, tools, opened, continued
                     )
                 except ChatError as error:
                     raise invalid("chat", str(error)) from error
@@ -215,7 +224,7 @@ class Intake:
     ) -> abc.Sequence[int]:
         """Ids as generation would make them. Raises RequestError."""
         welcome = self.welcome()
-        limits = validation.Limits(welcome.max_total_tokens, welcome.vocab_size)
+        limits = _limits(welcome)
         checked = validation.checked_prompt(prompt, limits)
         refuse_unknown()
         return await self._prompt_token_ids(checked)
@@ -230,6 +239,15 @@ class Intake:
         if len(token_ids) <= _INLINE_TOKENS:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+
+
+def _limits(welcome: Welcome) -> validation.Limits:
+    return validation.Limits(
+        max_total_tokens=welcome.max_total_tokens,
+        vocab_size=welcome.vocab_size,
+        eos_token_ids=frozenset(welcome.eos_token_ids),
+        features=welcome.features,
+    )
 
 
 def _log_end(log: RequestLog) -> None:

@@ -5,6 +5,8 @@ Rules:
   2. A choice ends once. Nothing is appended after its end.
   3. The text of a choice is a function of its ids and of the request alone, never of how deltas are cut.
   4. What the client has not taken yet is one delta for each choice, however slow the client is.
+  5. Log-probabilities of the prompt come once, for all choices, before the first token: choice 0 asks for
+     them, and only as long as they are not all here.
 
 It must not know: streams, handles, gRPC, the clock (time comes in as an argument, in seconds).
 """
@@ -14,6 +16,8 @@ import hashlib
 from collections import abc
 from dataclasses import dataclass, replace
 
+from router.constraints import Constraint
+from router.latencies import Latencies
 from router.text_stream import TextStream
 
 _MASK_64 = (1 << 64) - 1
@@ -32,7 +36,11 @@ class FinishReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen, every value in force. `top_k` 0 is off; `logprobs` None is off."""
+    """How tokens are chosen, every value in force.
+
+    Off are: `top_k` 0, `logprobs` and `prompt_logprobs` None, a repetition penalty of 1, the other two
+    penalties of 0, and empty lists.
+    """
 
     temperature: float
     top_p: float
@@ -44,6 +52,14 @@ class SamplingParams:
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
     logprobs: int | None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +129,8 @@ class ChoiceLog:
 
     __slots__ = (
         "_end_token_ids",
+        "_last_token_at",
+        "_latencies",
         "_num_taken",
         "_pending_logprobs",
         "_pending_text",
@@ -136,6 +154,8 @@ class ChoiceLog:
         sampling: SamplingParams,
         text: TextStream,
         end_token_ids: frozenset[int],
+        received_at: float,
+        latencies: Latencies,
     ) -> None:
         self.key = key
         self.index = index
@@ -148,6 +168,8 @@ class ChoiceLog:
         self.taken_in = False  # by a scheduler: it will end exactly once
         self._text = text
         self._end_token_ids = end_token_ids
+        self._last_token_at = received_at
+        self._latencies = latencies
         self._num_taken = 0
         self._pending_text: list[str] = []
         self._pending_logprobs: list[TokenLogprobs] = []
@@ -168,8 +190,12 @@ class ChoiceLog:
         When one of them completes a stop string the choice ends there, and the ids after it are dropped.
         """
         assert self.end is None, "a choice takes nothing in after its end"
-        if token_ids and self.first_token_at is None:
-            self.first_token_at = now
+        if token_ids:
+            first = self.first_token_at is None
+            self._latencies.tokens(len(token_ids), since=self._last_token_at, first=first, now=now)
+            self._last_token_at = now
+            if first:
+                self.first_token_at = now
         for position, token_id in enumerate(token_ids):
             self.output_token_ids.append(token_id)
             if logprobs:
@@ -223,6 +249,7 @@ class RequestLog:
         "choices",
         "deadline",
         "priority",
+        "prompt_logprobs",
         "prompt_token_ids",
         "received_at",
         "request_id",
@@ -244,8 +271,9 @@ class RequestLog:
         body_digest: bytes,
         deadline: float | None,
         received_at: float,
+        latencies: Latencies | None = None,
     ) -> None:
-        """Begins a log with one choice for each of `texts`."""
+        """Begins a log with one choice for each of `texts`. `latencies` counts how long tokens take."""
         self.request_id = request_id
         self.tenant = tenant
         self.prompt_token_ids = prompt_token_ids
@@ -256,6 +284,7 @@ class RequestLog:
         self.received_at = received_at
         self.submitted_at: float | None = None
         self.accepted = False
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         end_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             end_token_ids |= eos_token_ids
@@ -263,9 +292,15 @@ class RequestLog:
             ChoiceLog(
                 key=choice_key(tenant, request_id, index),
                 index=index,
-                sampling=replace(sampling, seed=choice_seed(sampling.seed, index)),
+                sampling=replace(
+                    sampling,
+                    seed=choice_seed(sampling.seed, index),
+                    prompt_logprobs=sampling.prompt_logprobs if index == 0 else None,
+                ),
                 text=text,
                 end_token_ids=end_token_ids,
+                received_at=received_at,
+                latencies=latencies or Latencies(),
             )
             for index, text in enumerate(texts)
         )
@@ -274,6 +309,27 @@ class RequestLog:
     def taken_in(self) -> bool:
         """Whether a scheduler has taken every choice in."""
         return all(choice.taken_in for choice in self.choices)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt were asked for and are not all here."""
+        if self.choices[0].sampling.prompt_logprobs is None:
+            return False
+        return len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
+
+    @property
+    def num_prompt_numbers(self) -> int:
+        """Log-probabilities that its answers will carry for the prompt: one a token, and its alternatives."""
+        num_top = self.choices[0].sampling.prompt_logprobs
+        if num_top is None:
+            return 0
+        return (len(self.prompt_token_ids) - 1) * (1 + num_top) * len(self.choices)
+
+    def take_prompt_logprobs(self, first_position: int, entries: abc.Sequence[TokenLogprobs]) -> None:
+        """Takes in those of the tokens from `first_position` (>= 1) on. What was here before is dropped."""
+        num_known = first_position - 1
+        assert num_known <= len(self.prompt_logprobs), "they come without a gap"
+        self.prompt_logprobs += entries[len(self.prompt_logprobs) - num_known :]
 
     @property
     def ended(self) -> bool:

@@ -19,6 +19,7 @@ from protos.v1 import router_pb2, scheduler_pb2_grpc
 from protos.v1.scheduler_pb2 import RouterMessage, SchedulerMessage
 from router import wire
 from router.request_log import End, RequestLog
+from router.ride import Step
 from router.scheduler_session import (
     Event,
     Progressed,
@@ -112,6 +113,11 @@ class SchedulerClient:
         except grpc.aio.AioRpcError as error:
             raise from_call(error) from error
 
+    async def time_line(self, request_id: str, tenant: str) -> dict[str, object]:
+        """Where the time of one of a tenant's requests went, as plain values. Raises RequestError."""
+        asked = router_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
+        return wire.time_line(await self.explain(asked))
+
     async def watch(self, request: router_pb2.WatchRequest) -> abc.AsyncGenerator[router_pb2.StepSummary]:
         """The scheduler's step summaries. Raises RequestError with the scheduler's status."""
         call = self._stub.Watch(request)
@@ -122,6 +128,12 @@ class SchedulerClient:
             raise from_call(error) from error
         finally:
             call.cancel()
+
+    async def steps(self) -> abc.AsyncGenerator[Step]:
+        """The same, in local words. Raises RequestError when the scheduler is away or goes."""
+        async with contextlib.aclosing(self.watch(router_pb2.WatchRequest())) as summaries:
+            async for summary in summaries:
+                yield wire.step(summary)
 
     # --- the stream ---------------------------------------------------------------------------------
 

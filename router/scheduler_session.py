@@ -16,7 +16,7 @@ It must not know: gRPC, asyncio, the clock, text.
 
 import enum
 from collections import abc, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from router.request_log import ChoiceLog, End, FinishReason, RequestLog, SamplingParams, TokenLogprobs
@@ -101,7 +101,7 @@ class Fingerprints:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The session is open: the model and the limits of this scheduler."""
+    """The session is open: the model, the limits and the optional abilities of this scheduler."""
 
     scheduler_id: str
     term: int
@@ -111,6 +111,7 @@ class Welcome:
     eos_token_ids: tuple[int, ...]
     fingerprints: Fingerprints
     dtype: str
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,8 @@ class StepOutput:
     """Tokens and ends since the message before. `token_ids` is ragged: `num_tokens[i]` ids for `handles[i]`.
 
     `accepted` are handles that were taken in. `logprobs` maps a handle to one entry for each of its ids in
-    this message; `started` maps a handle to the
-    prompt tokens that the cache gave it.
+    this message; `started` maps a handle to the prompt tokens that the cache gave it; `prompt_logprobs` maps
+    a handle to a position in its prompt and one entry for each token from there on.
     """
 
     message_id: int
@@ -148,6 +149,7 @@ class StepOutput:
     started: abc.Mapping[int, int]
     step_id: int
     accepted: tuple[int, ...] = ()
+    prompt_logprobs: abc.Mapping[int, tuple[int, tuple[TokenLogprobs, ...]]] = field(default_factory=dict)
 
 
 RouterMessage = Hello | Submit | Cancel | Ack
@@ -406,6 +408,9 @@ class SchedulerSession:
         for live, num_cached_tokens in self._living(output.started.items()):
             live.choice.start(num_cached_tokens)
             touched[live] = None
+        for live, (first_position, entries) in self._living(output.prompt_logprobs.items()):
+            live.request.take_prompt_logprobs(first_position, entries)
+            touched[live] = None
         for live, token_ids in self._living(_rows(output)):
             live.choice.append(token_ids, output.logprobs.get(live.handle, ()), now)
             touched[live] = None
@@ -435,19 +440,52 @@ class SchedulerSession:
             raise SessionError(f"{len(output.token_ids)} ids came, {sum(output.num_tokens)} were counted")
         if len(set(output.handles)) != len(output.handles):
             raise SessionError("a handle has two rows in one message")
-        ended = [finished.handle for finished in output.finished]
-        if len(set(ended)) != len(ended):
-            raise SessionError("a handle ends twice in one message")
-        for handle in (*output.accepted, *output.handles, *ended, *output.started, *output.logprobs):
-            if not 0 < handle < self._next_handle:
-                raise SessionError(f"handle {handle} was never given on this stream")
+        self._check_handles(output)
         assert self.welcome is not None, "an open session has been welcomed"
         if output.token_ids and max(output.token_ids) >= self.welcome.vocab_size:
             raise SessionError(
                 f"token id {max(output.token_ids)} is outside the vocabulary of {self.welcome.vocab_size}"
             )
+        for live, (first_position, entries) in self._living(output.prompt_logprobs.items()):
+            self._check_prompt_logprobs(live, first_position, entries)
         for handle, token_ids in _rows(output):
             self._check_row(handle, token_ids, output.logprobs.get(handle, ()))
+            self._check_prompt_is_told(handle, output)
+
+    def _check_handles(self, output: StepOutput) -> None:
+        ended = [finished.handle for finished in output.finished]
+        if len(set(ended)) != len(ended):
+            raise SessionError("a handle ends twice in one message")
+        told = (*output.accepted, *output.started, *output.prompt_logprobs, *output.logprobs)
+        for handle in (*told, *output.handles, *ended):
+            if not 0 < handle < self._next_handle:
+                raise SessionError(f"handle {handle} was never given on this stream")
+
+    def _check_prompt_is_told(self, handle: int, output: StepOutput) -> None:
+        """Log-probabilities of the prompt come before the first token."""
+        live = self._by_handle.get(handle)
+        if live is None or live.choice.sampling.prompt_logprobs is None:
+            return
+        first_position, entries = output.prompt_logprobs.get(handle, (1, ()))
+        num_told = max(len(live.request.prompt_logprobs), first_position - 1 + len(entries))
+        if num_told < (num_due := len(live.request.prompt_token_ids) - 1):
+            raise SessionError(
+                f"handle {handle} got tokens after {num_told} of {num_due} log-probabilities of its prompt"
+            )
+
+    def _check_prompt_logprobs(
+        self, live: _Live, first_position: int, entries: tuple[TokenLogprobs, ...]
+    ) -> None:
+        if live.choice.sampling.prompt_logprobs is None:
+            raise SessionError(f"handle {live.handle} got log-probabilities of its prompt and asked for none")
+        if not 1 <= first_position <= len(live.request.prompt_logprobs) + 1:
+            raise SessionError(
+                f"handle {live.handle} got log-probabilities of its prompt from {first_position} on; "
+                f"{len(live.request.prompt_logprobs) + 1} is next"
+            )
+        told = tuple(entry.token_id for entry in entries)
+        if told != live.request.prompt_token_ids[first_position : first_position + len(told)]:
+            raise SessionError(f"handle {live.handle} got log-probabilities of another prompt than its own")
 
     def _check_row(
         self, handle: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
@@ -505,7 +543,11 @@ class SchedulerSession:
                 sample_index=choice.index,
                 group=live.group,
                 output_token_ids=tuple(choice.output_token_ids),
-                sampling=choice.sampling,
+                sampling=(
+                    choice.sampling
+                    if request.lacks_prompt_logprobs
+                    else replace(choice.sampling, prompt_logprobs=None)  # computed again for nobody
+                ),
                 priority=request.priority,
                 tenant=request.tenant,
                 remaining_ms=request.remaining_ms(now),

@@ -79,11 +79,17 @@ class Tokenizer:
         messages: list[ChatMessage],
         tools: list[str],
         add_generation_prompt: bool,  # noqa: FBT001 - the request's field, handed on
+        continue_final_message: bool = False,  # noqa: FBT001, FBT002 - likewise
     ) -> list[int]:
         """The ids of a conversation in the chat template. Raises ChatError, a sentence for the client."""
         if self._chat_template is None:
             raise ChatError("chat: this model has no chat template; send text or token_ids")
-        text = self._chat_template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        text = self._chat_template.render(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         ids: list[int] = self._tokenizer.encode(_without_lone_surrogates(text), add_special_tokens=False).ids
         return ids
 

@@ -8,12 +8,13 @@ Every comparison is written so that NaN fails it. It must not know: proto types,
 """
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar
 
 import grpc
 
-from router.chat import ChatMessage
+from router.chat import ChatMessage, ToolCall
+from router.constraints import Constraint, checked_form, field_of
 from router.request_log import SamplingParams
 from rpc.errors import RequestError, invalid
 
@@ -23,13 +24,36 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGPROBS: Final = 20
+# Numbers of one call's answer that speak of prompts: two megabytes of them at most.
+MAX_PROMPT_NUMBERS: Final = 131_072
+MAX_REPETITION_PENALTY: Final = 100
+MAX_PENALTY: Final = 2
+MAX_BIAS: Final = 100
+MAX_LISTED_TOKEN_IDS: Final = 4096
 MAX_TEMPERATURE: Final = 100
 MAX_PRIORITY: Final = 1000
 MAX_CACHE_SALT_BYTES: Final = 128
 MAX_CHAT_MESSAGES: Final = 4096
 MAX_CHAT_TOOLS: Final = 256
+MAX_TOOL_CALLS: Final = 256
 
 _T = TypeVar("_T")
+
+
+class Call(Protocol):
+    """One call of a tool, in whatever form the caller holds it."""
+
+    @property
+    def id(self) -> str:
+        """The client's name for it; may be empty."""
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+
+    @property
+    def arguments(self) -> str:
+        """A JSON object as text."""
 
 
 class Turn(Protocol):
@@ -47,6 +71,14 @@ class Turn(Protocol):
     def name(self) -> str:
         """The speaker's name; may be empty."""
 
+    @property
+    def tool_calls(self) -> abc.Sequence[Call]:
+        """The tools that an assistant's turn called."""
+
+    @property
+    def tool_call_id(self) -> str:
+        """The call that a tool's turn answers; may be empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -55,6 +87,7 @@ class Conversation:
     messages: abc.Sequence[Turn]
     tools: abc.Sequence[str]
     add_generation_prompt: bool
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +97,12 @@ class Chat:
     messages: list[ChatMessage]
     tools: list[str]
     add_generation_prompt: bool
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """Sampling as it was sent; None is absent. `unserved` names the fields set that are not served yet."""
+    """Sampling as it was sent; None is absent."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -80,7 +114,14 @@ class SamplingRequest:
     ignore_eos: bool = False
     stop_token_ids: abc.Sequence[int] = ()
     logprobs: int | None = None
-    unserved: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: abc.Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: abc.Sequence[int] = ()
+    banned_token_ids: abc.Sequence[int] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +142,16 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the cache behind this router can take, tokens."""
+    """What the model, the cache and the executors behind this router can take.
+
+    `max_total_tokens` is prompt plus output; `features` are names of optional abilities, as `OpenResponse`
+    gives them.
+    """
 
     max_total_tokens: int
     vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +222,9 @@ def checked(request: GenerateRequest, *, model: str, limits: Limits) -> CheckedR
     check_request_id(request.request_id)
     if request.resume:
         raise _unserved("resume")
-    for name in request.sampling.unserved:
-        raise _unserved(f"sampling.{name}")
     _check_sampling(request.sampling, limits)
+    _check_adjustments(request.sampling, limits)
+    _check_features(request.sampling, limits)
     _in_range("n", request.n, 0, MAX_CHOICES)
     _in_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_stops(request.stop)
@@ -188,7 +235,7 @@ def checked(request: GenerateRequest, *, model: str, limits: Limits) -> CheckedR
         )
     return CheckedRequest(
         prompt=checked_prompt(request.prompt, limits),
-        sampling=request.sampling,
+        sampling=_constrained(request.sampling),
         n=request.n or 1,
         stop=tuple(request.stop),
         include_stop=request.include_stop,
@@ -263,6 +310,14 @@ def fitted(
         ignore_eos=asked.ignore_eos,
         stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
         logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        repetition_penalty=_either(asked.repetition_penalty, 1.0),
+        presence_penalty=_either(asked.presence_penalty, 0.0),
+        frequency_penalty=_either(asked.frequency_penalty, 0.0),
+        logit_bias=tuple(sorted(asked.logit_bias.items())),
+        allowed_token_ids=tuple(sorted(set(asked.allowed_token_ids))),
+        banned_token_ids=tuple(sorted(set(asked.banned_token_ids))),
+        constraint=asked.constraint,
     )
     return ValidRequest(
         prompt_token_ids=tuple(prompt_token_ids),
@@ -273,6 +328,16 @@ def fitted(
         priority=request.priority,
         cache_salt=request.cache_salt,
     )
+
+
+def check_prompt_logprobs(num_numbers: int) -> None:
+    """Refuses a call whose answer would have more numbers about its prompts. Raises RequestError."""
+    if num_numbers > MAX_PROMPT_NUMBERS:
+        raise invalid(
+            "sampling.prompt_logprobs",
+            f"sampling.prompt_logprobs asks for {num_numbers} numbers: tokens of the prompts x (1 + "
+            f"alternatives) x n; at most {MAX_PROMPT_NUMBERS} are given",
+        )
 
 
 def check_token_ids(field: str, token_ids: abc.Sequence[int], vocab_size: int) -> None:
@@ -311,8 +376,95 @@ def _check_sampling(sampling: SamplingRequest, limits: Limits) -> None:
             "sampling.min_tokens", f"sampling.min_tokens is {sampling.min_tokens}; it must be at least 0"
         )
     _in_range("sampling.logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    _in_range("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
+    if sampling.constraint is not None and sampling.ignore_eos:
+        raise invalid(
+            "sampling.ignore_eos",
+            "sampling.ignore_eos is set, and a constrained output ends with an end token; leave one out",
+        )
     _at_most("sampling.stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+
+
+def _check_adjustments(sampling: SamplingRequest, limits: Limits) -> None:
+    """Bias, penalties and lists of tokens: ranges, and that they leave something to choose."""
+    repetition = sampling.repetition_penalty
+    if repetition is not None and not 0 < repetition <= MAX_REPETITION_PENALTY:
+        raise invalid(
+            "sampling.repetition_penalty",
+            f"sampling.repetition_penalty is {repetition}; it must be more than 0 and at most "
+            f"{MAX_REPETITION_PENALTY}",
+        )
+    _in_range("sampling.presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _in_range("sampling.frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _at_most("sampling.logit_bias", len(sampling.logit_bias), MAX_LISTED_TOKEN_IDS)
+    for token_id, bias in sampling.logit_bias.items():
+        if not 0 <= token_id < limits.vocab_size:
+            raise invalid(
+                "sampling.logit_bias",
+                f"sampling.logit_bias has token {token_id}; ids go from 0 to {limits.vocab_size - 1}",
+            )
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise invalid(
+                "sampling.logit_bias",
+                f"sampling.logit_bias of token {token_id} is {bias}; "
+                f"it must be from {-MAX_BIAS} to {MAX_BIAS}",
+            )
+    for name, token_ids in (
+        ("sampling.allowed_token_ids", sampling.allowed_token_ids),
+        ("sampling.banned_token_ids", sampling.banned_token_ids),
+    ):
+        _at_most(name, len(token_ids), MAX_LISTED_TOKEN_IDS)
+        check_token_ids(name, token_ids, limits.vocab_size)
+    _check_choice_is_left(sampling, limits)
+
+
+def _check_choice_is_left(sampling: SamplingRequest, limits: Limits) -> None:
+    allowed, banned = set(sampling.allowed_token_ids), set(sampling.banned_token_ids)
+
+    def leaves_nothing(excluded: set[int]) -> bool:
+        return allowed <= excluded if allowed else len(excluded) >= limits.vocab_size
+
+    if leaves_nothing(banned):
+        raise invalid(
+            "sampling.banned_token_ids",
+            "sampling.banned_token_ids leaves no token to choose; one must be allowed and not banned",
+        )
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else limits.eos_token_ids)
+    if sampling.min_tokens and leaves_nothing(banned | ends):
+        raise invalid(
+            "sampling.min_tokens",
+            f"sampling.min_tokens is {sampling.min_tokens} and only end tokens may be chosen, which are held "
+            "back until min_tokens are out; allow another token, or leave min_tokens 0",
+        )
+
+
+def _check_features(sampling: SamplingRequest, limits: Limits) -> None:
+    """Refuses what not every executor can do. Values that mean "off" ask for nothing."""
+    needs = {
+        "prompt_logprobs": sampling.prompt_logprobs is not None and "prompt_logprobs",
+        "repetition_penalty": sampling.repetition_penalty not in {None, 1} and "penalties",
+        "presence_penalty": bool(sampling.presence_penalty) and "penalties",
+        "frequency_penalty": bool(sampling.frequency_penalty) and "penalties",
+        "logit_bias": bool(sampling.logit_bias) and "logit_bias",
+        "allowed_token_ids": bool(sampling.allowed_token_ids) and "token_lists",
+        "banned_token_ids": bool(sampling.banned_token_ids) and "token_lists",
+    }
+    if sampling.constraint is not None:
+        needs[field_of(sampling.constraint).removeprefix("sampling.")] = "constraints"
+    for name, feature in needs.items():
+        if feature and feature not in limits.features:
+            raise RequestError(
+                grpc.StatusCode.UNIMPLEMENTED,
+                f"sampling.{name} needs the ability {feature!r}, which the executors here do not all have",
+                field=f"sampling.{name}",
+            )
+
+
+def _constrained(sampling: SamplingRequest) -> SamplingRequest:
+    """The sampling with its constraint checked for form."""
+    constraint = sampling.constraint
+    return sampling if constraint is None else replace(sampling, constraint=checked_form(constraint))
 
 
 def _check_stops(stops: abc.Sequence[str]) -> None:
@@ -330,13 +482,47 @@ def _checked_chat(conversation: Conversation) -> Chat:
         raise invalid("chat.messages", "chat.messages is empty; at least one message is required")
     _at_most("chat.messages", len(conversation.messages), MAX_CHAT_MESSAGES)
     _at_most("chat.tools", len(conversation.tools), MAX_CHAT_TOOLS)
+    if conversation.continue_final_message:
+        if conversation.add_generation_prompt:
+            raise invalid(
+                "chat.continue_final_message",
+                "chat.continue_final_message is set, and so is add_generation_prompt: an answer either goes "
+                "on with the last message or begins a new one",
+            )
+        if (role := conversation.messages[-1].role) != "assistant":
+            raise invalid(
+                "chat.continue_final_message",
+                f"chat.continue_final_message is set, and the last message is of {_shown(role)}; only an "
+                "assistant's can be continued",
+            )
     return Chat(
-        messages=[
-            ChatMessage(role=turn.role, content=turn.content, name=turn.name)
-            for turn in conversation.messages
-        ],
+        messages=[_checked_message(turn, position) for position, turn in enumerate(conversation.messages)],
         tools=list(conversation.tools),
         add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+    )
+
+
+def _checked_message(turn: Turn, position: int) -> ChatMessage:
+    path = f"chat.messages[{position}]"
+    _at_most(f"{path}.tool_calls", len(turn.tool_calls), MAX_TOOL_CALLS)
+    if turn.tool_calls and turn.role != "assistant":
+        raise invalid(
+            "chat.messages", f"{path}.tool_calls is set, and its role is {_shown(turn.role)}; assistants call"
+        )
+    if turn.tool_call_id and turn.role != "tool":
+        raise invalid(
+            "chat.messages", f"{path}.tool_call_id is set, and its role is {_shown(turn.role)}; tools answer"
+        )
+    for number, call in enumerate(turn.tool_calls):
+        if not call.name:
+            raise invalid("chat.messages", f"{path}.tool_calls[{number}].name is missing")
+    return ChatMessage(
+        role=turn.role,
+        content=turn.content,
+        name=turn.name,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
+        tool_call_id=turn.tool_call_id,
     )
 
 

@@ -6,14 +6,15 @@ not have: they exist in a message's bytes alone.
 
 import hashlib
 from collections import abc
-from typing import Final
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protos.v1 import common_pb2, router_pb2, scheduler_pb2
+from router import ride
 from router import scheduler_session as session
 from router.call import Ended, Grown, News, PromptSeen
+from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.request_log import (
     ChoiceLog,
     Delta,
@@ -25,10 +26,6 @@ from router.request_log import (
 )
 from router.validation import Conversation, Defaults, GenerateRequest, SamplingRequest
 from rpc.errors import invalid
-
-# Fields of SamplingParams that are part of the contract and not served at this revision.
-_UNSERVED_PRESENT: Final = ("prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_UNSERVED_FILLED: Final = ("logit_bias", "allowed_token_ids", "banned_token_ids")
 
 # --- from clients -----------------------------------------------------------------------------------
 
@@ -63,8 +60,9 @@ def text_or_chat(
             return request.text
         case "chat":
             chat = request.chat
-            opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-            return Conversation(chat.messages, chat.tools, opened)
+            continued = chat.continue_final_message
+            opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
+            return Conversation(chat.messages, chat.tools, opened, continued)
         case _:
             return None
 
@@ -92,11 +90,6 @@ def body_digest(request: router_pb2.GenerateRequest) -> bytes:
 
 
 def _sampling_request(sampling: common_pb2.SamplingParams) -> SamplingRequest:
-    unserved = [name for name in _UNSERVED_PRESENT if sampling.HasField(name)]
-    unserved += [name for name in _UNSERVED_FILLED if len(getattr(sampling, name))]
-    constraint = sampling.WhichOneof("constraint")
-    if constraint is not None:
-        unserved.append(constraint)
     return SamplingRequest(
         temperature=sampling.temperature if sampling.HasField("temperature") else None,
         top_p=sampling.top_p if sampling.HasField("top_p") else None,
@@ -108,8 +101,27 @@ def _sampling_request(sampling: common_pb2.SamplingParams) -> SamplingRequest:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-        unserved=tuple(unserved),
+        constraint=_constraint(sampling),
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
+        presence_penalty=sampling.presence_penalty if sampling.HasField("presence_penalty") else None,
+        frequency_penalty=sampling.frequency_penalty if sampling.HasField("frequency_penalty") else None,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sampling.allowed_token_ids,
+        banned_token_ids=sampling.banned_token_ids,
     )
+
+
+def _constraint(sampling: common_pb2.SamplingParams) -> Constraint | None:
+    match sampling.WhichOneof("constraint"):
+        case "json_schema":
+            return JsonSchema(sampling.json_schema)
+        case "regex":
+            return Regex(sampling.regex)
+        case "choice":
+            return Choice(sampling.choice.values)
+        case _:
+            return None
 
 
 # --- to clients -------------------------------------------------------------------------------------
@@ -137,7 +149,9 @@ def accepted(request: RequestLog) -> router_pb2.Accepted:
 def prompt_info(request: RequestLog) -> router_pb2.PromptInfo:
     """What the prompt came to."""
     return router_pb2.PromptInfo(
-        num_prompt_tokens=len(request.prompt_token_ids), num_cached_tokens=request.num_cached_tokens or 0
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=request.num_cached_tokens or 0,
+        logprobs=map(_token_logprobs, request.prompt_logprobs),
     )
 
 
@@ -192,8 +206,11 @@ def response(request: RequestLog) -> router_pb2.GenerateResponse:
 
 
 def sampling_params(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Sampling with every value set, for clients and for schedulers."""
-    return common_pb2.SamplingParams(
+    """Sampling with every value set, for clients and for schedulers.
+
+    What is off is absent where not every executor knows it: to set it would be to ask for it.
+    """
+    message = common_pb2.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
@@ -204,7 +221,22 @@ def sampling_params(params: SamplingParams) -> common_pb2.SamplingParams:
         ignore_eos=params.ignore_eos,
         stop_token_ids=params.stop_token_ids,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        repetition_penalty=params.repetition_penalty if params.repetition_penalty != 1 else None,
+        presence_penalty=params.presence_penalty or None,
+        frequency_penalty=params.frequency_penalty or None,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        banned_token_ids=params.banned_token_ids,
     )
+    match params.constraint:
+        case JsonSchema(text):
+            message.json_schema = text
+        case Regex(pattern):
+            message.regex = pattern
+        case Choice(values):
+            message.choice.values.extend(values)
+    return message
 
 
 def defaults(values: Defaults) -> common_pb2.SamplingParams:
@@ -313,6 +345,7 @@ def _welcome(welcome: scheduler_pb2.Welcome) -> session.Welcome:
         eos_token_ids=tuple(welcome.eos_token_ids),
         fingerprints=session.Fingerprints(prints.model, prints.tokenizer, prints.numerics),
         dtype=welcome.dtype,
+        features=frozenset(welcome.features),
     )
 
 
@@ -327,7 +360,70 @@ def _step_output(output: scheduler_pb2.StepOutput) -> session.StepOutput:
         started={row.handle: row.num_cached_tokens for row in output.started},
         step_id=output.step_id,
         accepted=tuple(output.accepted),
+        prompt_logprobs={
+            row.handle: (row.first_position, tuple(map(_logprobs, row.tokens)))
+            for row in output.prompt_logprobs
+        },
     )
+
+
+def step(summary: router_pb2.StepSummary) -> ride.Step:
+    """One iteration, for those who look."""
+    return ride.Step(
+        executor_id=summary.executor_id,
+        step_id=summary.step_id,
+        time_seconds=summary.time_seconds,
+        riders=tuple(
+            ride.Rider(
+                member.seq_id,
+                member.request_id,
+                member.index,
+                member.num_tokens,
+                member.prefill,
+                member.padding,
+            )
+            for member in summary.members
+        ),
+        leavers=tuple(ride.Leaver(leaver.seq_id, _leaving_reason(leaver.reason)) for leaver in summary.left),
+        num_dropped=summary.num_dropped,
+        gauges={
+            "running": summary.num_running,
+            "waiting": summary.num_waiting,
+            "groups": [[group.priority, group.tenant, group.num_waiting] for group in summary.waiting],
+            "seats": summary.max_num_seqs,
+            "blocks": summary.num_blocks,
+            "free": summary.num_free_blocks,
+            "cached": summary.num_cached_blocks,
+            "preempted": summary.num_preempted,
+            "plan_bytes": summary.num_plan_bytes,
+            "step_us": summary.previous_step_us,
+            "idle_us": summary.previous_idle_us,
+        },
+    )
+
+
+def time_line(response: router_pb2.ExplainResponse) -> dict[str, object]:
+    """One request's time line as plain values, seconds since it came in."""
+    return {
+        "request_id": response.request_id,
+        "entries": [
+            {
+                "index": entry.index,
+                "start": entry.start_seconds,
+                "duration": entry.duration_seconds,
+                "reason": entry.reason,
+                "step": entry.step_id,
+                "detail": entry.detail,
+            }
+            for entry in response.entries
+        ],
+    }
+
+
+def _leaving_reason(reason: common_pb2.FinishReason.ValueType) -> str:
+    if reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+        return ride.PREEMPTED
+    return common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
 
 
 def _finished(row: scheduler_pb2.SequenceFinished) -> session.SequenceFinished:

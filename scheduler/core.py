@@ -111,7 +111,7 @@ class SchedulerCore:
         live = self.sequences.get(request.key)
         if live is not None:
             door.check_same_body(live.request, request)
-            if _continues(live, output_token_ids):
+            if _continues(live, request, output_token_ids):
                 live.orphaned_until = None
                 return live
             if live.state is not State.FINISHED:
@@ -251,6 +251,12 @@ class SchedulerCore:
     def max_total_tokens(self) -> int:
         """Longest prompt plus output that every attached executor can hold, tokens; 0 without any."""
         return min((state.max_total_tokens for state in self.executors.values()), default=0)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Optional abilities that every attached executor has."""
+        each = [state.capacity.features for state in self.executors.values()]
+        return frozenset.intersection(*each) if each else frozenset()
 
     # --- one iteration: the plan -------------------------------------------------------------------------
 
@@ -426,8 +432,9 @@ class SchedulerCore:
         num_cached_tokens = len(matched) * blocks.block_size
         if not seq.has_started:
             seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)
-            state.cache.num_query_tokens += seq.num_prompt_tokens
-            state.cache.num_hit_tokens += seq.num_cached_tokens
+            if seq.prompt_logprobs is None:  # else the cache was not asked: that is no miss
+                state.cache.num_query_tokens += seq.num_prompt_tokens
+                state.cache.num_hit_tokens += seq.num_cached_tokens
             seq.tenant.num_input_tokens += seq.num_prompt_tokens - seq.num_cached_tokens
         blocks.share(matched)
         block_table = matched + blocks.allocate(blocks.blocks_for(len(seq.token_ids)) - len(matched))
@@ -462,6 +469,7 @@ class SchedulerCore:
                 seq.num_computed_tokens,
                 block_table[:],
                 sampling,
+                None if seq.is_padding else seq.prompt_logprobs_from,
             )
         )
 
@@ -522,10 +530,8 @@ class SchedulerCore:
             rows = rows_that_ran(plan, result)
         if len(result.token_ids) != sum(result.num_sampled):
             raise SessionBrokenError(f"step {result.step_id}: token ids and num_sampled differ")
-        for unfit in self._append_tokens(rows, result, outcome.progressed):
-            message = "the executor gave a token without the log-probabilities that were asked for"
-            self._end(unfit, _error(StatusCode.INTERNAL, message), Event.ABORT)
-            outcome.ended.append(unfit)
+        self._end_unfit(self._take_prompt_logprobs(plan, result, outcome.progressed), "a prompt", outcome)
+        self._end_unfit(self._append_tokens(rows, result, outcome.progressed), "a token", outcome)
         self._register_blocks(state, plan, result)
         for finished in result.finished:
             seq = state.running.get(finished.seq_id)
@@ -540,6 +546,32 @@ class SchedulerCore:
                 outcome.ended.append(seq)
             state.has_ghosts = True
         return outcome
+
+    def _end_unfit(self, unfit: list[Sequence], what: str, outcome: Outcome) -> None:
+        message = f"the executor gave {what} without the log-probabilities that were asked for"
+        for seq in unfit:
+            self._end(seq, _error(StatusCode.INTERNAL, message), Event.ABORT)
+            outcome.ended.append(seq)
+
+    def _take_prompt_logprobs(
+        self, plan: BatchPlan, result: StepResult, progressed: list[Sequence]
+    ) -> list[Sequence]:
+        """Keeps what chunks of prompts brought, each position once; returns those whose due did not come."""
+        unfit: list[Sequence] = []
+        for seq, seq_id, num_computed_tokens in plan.filled:
+            known = seq.prompt_logprobs
+            if known is None or seq.seq_id != seq_id or any(e.seq_id == seq_id for e in result.errors):
+                continue
+            num_due = min(num_computed_tokens, seq.num_prompt_tokens - 1) - len(known)
+            if num_due <= 0:
+                continue
+            first_position, entries = result.prompt_logprobs.get(seq_id, (0, []))
+            if first_position == len(known) + 1 and len(entries) == num_due:
+                known.extend(entries)
+                progressed.append(seq)
+            else:
+                unfit.append(seq)
+        return unfit
 
     def _append_tokens(
         self, rows: list[Sequence], result: StepResult, progressed: list[Sequence]
@@ -747,12 +779,15 @@ class SchedulerCore:
         return sum(not seq.is_padding for state in self.executors.values() for seq in state.running.values())
 
 
-def _continues(seq: Sequence, output_token_ids: TokenIds) -> bool:
+def _continues(seq: Sequence, request: Request, output_token_ids: TokenIds) -> bool:
     """Whether a reader who has these ids can go on with `seq`: they are a beginning of what it has put out.
 
-    One that was given up (its router was away too long) has nothing to go on with.
+    One that was given up (its router was away too long) has nothing to go on with, and one that was taken in
+    when its router had the prompt's log-probabilities has none for a reader who lacks them.
     """
     if seq.finish is not None and seq.finish.reason is FinishReason.ABORT:
+        return False
+    if request.want_prompt_logprobs and seq.prompt_logprobs is None:
         return False
     return seq.num_resumed_tokens <= len(output_token_ids) and (
         seq.output_token_ids()[: len(output_token_ids)] == output_token_ids

@@ -239,6 +239,7 @@ class SchedulerLoop:
     def _tell_watchers(self, executor_id: str, plan: BatchPlan, num_plan_bytes: int) -> None:
         summary = wire.step_summary(self.core.executors[executor_id], plan, self.now())
         summary.num_waiting = len(self.core.waiting)
+        summary.waiting.extend(wire.waiting_groups(self.core.waiting.counts))
         summary.num_plan_bytes = num_plan_bytes
         for watcher in self.watchers:
             watcher.offer(summary)

@@ -27,6 +27,7 @@ class Capacity:
     tokenizer_fingerprint: str = ""
     numerics_fingerprint: str = ""
     dtype: str = ""
+    features: frozenset[str] = frozenset()  # names of optional abilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class NewSequence:
     num_computed_tokens: int
     block_ids: list[int]
     sampling: bytes
+    prompt_logprobs_from: int | None = None  # first position of the prompt whose log-probability is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class StepResult:
     num_sampled: list[int]
     token_ids: list[int]
     logprobs: dict[int, list[object]] = field(default_factory=dict)  # seq_id → one opaque entry a token
+    # seq_id → position of the first, one opaque entry for each position from there on
+    prompt_logprobs: dict[int, tuple[int, list[object]]] = field(default_factory=dict)
     finished: list[FinishedSequence] = field(default_factory=list)
     errors: list[SequenceError] = field(default_factory=list)
     draining: bool = False

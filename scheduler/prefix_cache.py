@@ -9,7 +9,8 @@ models separates every block behind it. The hash is cryptographic and its secret
 process, so a client can neither find nor provoke a collision: a hit needs no comparison of tokens.
 
 Only full blocks have keys, and of a sequence's known tokens at least one is always left to compute: without a
-row there would be nothing to sample from. Pure: the secret comes in as an argument.
+row there would be nothing to sample from. One that wants log-probabilities of its prompt finds nothing from
+the first wanted one on: they come of computing it. Pure: the secret comes in as an argument.
 """
 
 from hashlib import blake2b
@@ -52,7 +53,7 @@ class PrefixCache:
         None when its keys are not all made yet: a very long prompt is hashed in slices, one a step.
         """
         found: list[int] = []
-        usable = (len(seq.token_ids) - 1) // self._blocks.block_size if self._is_on else 0
+        usable = seq.max_cached_tokens // self._blocks.block_size if self._is_on else 0
         limit = len(seq.block_keys) + MAX_KEYS_AT_ONCE
         while len(found) < usable:
             if len(found) >= limit:
@@ -70,7 +71,7 @@ class PrefixCache:
         Its followers get the blocks they share with it sooner than by computing them beside it, since both
         would draw on one token budget.
         """
-        if not self._computing or num_matched >= (len(seq.token_ids) - 1) // self._blocks.block_size:
+        if not self._computing or num_matched >= seq.max_cached_tokens // self._blocks.block_size:
             return None
         self._make_keys(seq, num_matched + 1)
         return self._computing.get(seq.block_keys[num_matched])
@@ -78,7 +79,7 @@ class PrefixCache:
     def follow(self, seq: Sequence, leader: Sequence) -> None:
         """`seq` waits until the blocks that it shares with `leader` are there."""
         size = self._blocks.block_size
-        usable = (len(seq.token_ids) - 1) // size
+        usable = seq.max_cached_tokens // size
         num_shared = _common_prefix(seq.token_ids, leader.token_ids) // size
         leader.followers.append(Follower(seq, min(usable, num_shared)))
 

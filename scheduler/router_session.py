@@ -36,6 +36,7 @@ class Attachment:
     handle: int
     seq: Sequence
     cursor: int
+    prompt_cursor: int = 0  # log-probabilities of the prompt that were sent
     is_dirty: bool = False
     has_told_accepted: bool = False
     has_told_start: bool = False
@@ -61,6 +62,8 @@ class StepOutput:
     num_tokens: list[int] = field(default_factory=list)
     token_ids: TokenIds = field(default_factory=lambda: array("I"))
     logprobs: list[tuple[int, list[object]]] = field(default_factory=list)
+    # handle, position of the first, one for each position from there on
+    prompt_logprobs: list[tuple[int, int, list[object]]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # handles
     started: list[tuple[int, int]] = field(default_factory=list)  # handle, cached prompt tokens
     finished: list[FinishedOutput] = field(default_factory=list)
@@ -139,6 +142,8 @@ class RouterSession:
             if not attachment.has_told_accepted:
                 attachment.has_told_accepted = True
                 output.accepted.append(attachment.handle)
+            if seq.prompt_logprobs is not None:
+                self._take_prompt_logprobs(attachment, seq.prompt_logprobs, output)
             self._take_tokens(attachment, output)
             if seq.has_started and not attachment.has_told_start:
                 attachment.has_told_start = True
@@ -156,6 +161,13 @@ class RouterSession:
         self._next_message_id += 1
         self._unacked.append((output.message_id, now, ends))
         return output
+
+    @staticmethod
+    def _take_prompt_logprobs(attachment: Attachment, known: list[object], output: StepOutput) -> None:
+        start = attachment.prompt_cursor
+        if len(known) > start:
+            output.prompt_logprobs.append((attachment.handle, start + 1, known[start:]))
+            attachment.prompt_cursor = len(known)
 
     @staticmethod
     def _take_tokens(attachment: Attachment, output: StepOutput) -> None:

@@ -78,7 +78,7 @@ class IllegalTransitionError(RuntimeError):
 class Request:
     """What is asked for, fixed for life.
 
-    Of the sampling parameters the scheduler reads the four it needs; the rest travels on in `sampling`
+    Of the sampling parameters the scheduler reads the few it needs; the rest travels on in `sampling`
     unread, so that a new option needs no new scheduler.
     """
 
@@ -100,6 +100,7 @@ class Request:
     arrival: float = 0.0  # seconds on the scheduler's clock, time waited at earlier schedulers taken off
     accepted_before: bool = False
     want_logprobs: bool = False
+    want_prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class Sequence:
     is_prefilling: bool = False  # was admitted and has won no token yet
     is_padding: bool = False  # holds a finished member's seat in a padded request-level batch
     logprobs: list[object] | None = None  # opaque, one for each output token computed here
+    prompt_logprobs: list[object] | None = None  # opaque, of the prompt's tokens from the second on
     num_resumed_tokens: int = 0  # output tokens it was submitted with: they have no logprobs here
     finish: Finish | None = None
     attachment: object | None = None  # the router session's own record of who reads it
@@ -175,6 +177,7 @@ class Sequence:
         seq.num_resumed_tokens = len(output_token_ids)
         seq.waiting_since = request.arrival
         seq.logprobs = [] if request.want_logprobs else None
+        seq.prompt_logprobs = [] if request.want_prompt_logprobs else None
         seq.forget_computed()
         return seq
 
@@ -203,6 +206,22 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output token ids known."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_logprobs_from(self) -> int | None:
+        """Position of the first prompt token whose log-probability is still wanted; None when none is."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) + 1 >= self.num_prompt_tokens:
+            return None
+        return len(self.prompt_logprobs) + 1
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens it may find computed: one at least is left, and those that log-probabilities need.
+
+        A token's distribution is computed with the token before it.
+        """
+        first_wanted = self.prompt_logprobs_from
+        return len(self.token_ids) - 1 if first_wanted is None else first_wanted - 1
 
     @property
     def needs_block(self) -> bool:

@@ -231,8 +231,12 @@ class _RouterStream:
         messages = []
         if not self._is_welcomed and loop.is_serving and loop.capacity is not None:
             self._is_welcomed = True
-            limit = loop.core.max_total_tokens
-            messages.append(wire.welcome_message(self._scheduler_id, loop.term, limit, loop.capacity))
+            core = loop.core
+            messages.append(
+                wire.welcome_message(
+                    self._scheduler_id, loop.term, core.max_total_tokens, loop.capacity, core.features
+                )
+            )
         told = (loop.is_serving, loop.reason)
         if told != self._told:
             self._told = told

@@ -57,6 +57,7 @@ class WaitingQueue:
         self._next_entry = 0
         self._aside: dict[Tenant, None] = {}  # tenants at a limit of their own
         self.num_tokens = 0  # of all that wait: what is known of them stays as it is until they enter
+        self.counts: dict[tuple[int, str], int] = {}  # who waits, by importance class and tenant
 
     def __len__(self) -> int:
         return len(self._entry_of)
@@ -74,6 +75,8 @@ class WaitingQueue:
         num_tokens = len(seq.token_ids)
         self.num_tokens += num_tokens
         seq.tenant.num_waiting += 1
+        group = (seq.request.priority, seq.tenant.name)
+        self.counts[group] = self.counts.get(group, 0) + 1
         seq.tenant.num_waiting_tokens += num_tokens
         self._add_entry(seq)
 
@@ -83,6 +86,10 @@ class WaitingQueue:
         num_tokens = len(seq.token_ids)
         self.num_tokens -= num_tokens
         seq.tenant.num_waiting -= 1
+        group = (seq.request.priority, seq.tenant.name)
+        self.counts[group] -= 1
+        if not self.counts[group]:
+            del self.counts[group]
         seq.tenant.num_waiting_tokens -= num_tokens
 
     def park(self, seq: Sequence) -> None:

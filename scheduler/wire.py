@@ -1,6 +1,8 @@
 """Protobuf messages to the scheduler's own values and back: the one place where the two meet."""
 
-from collections.abc import Iterable
+import heapq
+import operator
+from collections.abc import Iterable, Mapping
 
 from protos.v1 import common_pb2, executor_pb2, router_pb2, scheduler_pb2
 from scheduler.core import SchedulerCore
@@ -17,6 +19,8 @@ from scheduler.plan import (
 from scheduler.router_session import FinishedOutput, StepOutput
 from scheduler.sequence import FinishReason, Request, StatusCode
 from scheduler.token_ids import TokenIds
+
+MAX_WAITING_GROUPS = 31  # told one by one
 
 PROTOCOL_REVISION = 1
 KEY_BYTES = 16
@@ -50,6 +54,7 @@ def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
         tokenizer_fingerprint=message.fingerprints.tokenizer,
         numerics_fingerprint=message.fingerprints.numerics,
         dtype=message.dtype,
+        features=frozenset(message.features),
     )
 
 
@@ -79,6 +84,7 @@ def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: f
         arrival=now - message.waited_ms / 1000,
         accepted_before=message.accepted_before,
         want_logprobs=sampling.HasField("logprobs"),
+        want_prompt_logprobs=sampling.HasField("prompt_logprobs"),
     )
 
 
@@ -111,6 +117,7 @@ def _new_sequence_message(item: NewSequence) -> executor_pb2.NewSequence:
         num_prompt_tokens=item.num_prompt_tokens,
         num_computed_tokens=item.num_computed_tokens,
         block_ids=item.block_ids,
+        prompt_logprobs_from=item.prompt_logprobs_from,
     )
     message.sampling.MergeFromString(item.sampling)
     return message
@@ -125,6 +132,9 @@ def result_of(message: executor_pb2.StepResult) -> StepResult:
         num_sampled=list(message.num_sampled),
         token_ids=list(message.token_ids),
         logprobs={item.seq_id: list(item.tokens) for item in message.logprobs},
+        prompt_logprobs={
+            item.seq_id: (item.first_position, list(item.tokens)) for item in message.prompt_logprobs
+        },
         finished=[
             FinishedSequence(
                 item.seq_id,
@@ -148,7 +158,7 @@ def _status_code(number: int) -> StatusCode:
 
 
 def welcome_message(
-    scheduler_id: str, term: int, max_total_tokens: int, capacity: Capacity
+    scheduler_id: str, term: int, max_total_tokens: int, capacity: Capacity, features: Iterable[str]
 ) -> scheduler_pb2.SchedulerMessage:
     """What a router must know of the model."""
     welcome = scheduler_pb2.Welcome(
@@ -164,6 +174,7 @@ def welcome_message(
             numerics=capacity.numerics_fingerprint,
         ),
         dtype=capacity.dtype,
+        features=sorted(features),
     )
     return scheduler_pb2.SchedulerMessage(welcome=welcome)
 
@@ -187,6 +198,12 @@ def output_message(output: StepOutput, step_id: int) -> scheduler_pb2.SchedulerM
             logprobs=[
                 scheduler_pb2.SequenceLogprobs(handle=handle, tokens=_token_logprobs(entries))
                 for handle, entries in output.logprobs
+            ],
+            prompt_logprobs=[
+                scheduler_pb2.SequencePromptLogprobs(
+                    handle=handle, first_position=first_position, tokens=_token_logprobs(entries)
+                )
+                for handle, first_position, entries in output.prompt_logprobs
             ],
             finished=[_finished_message(item) for item in output.finished],
             started=[
@@ -264,11 +281,26 @@ def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> ro
         ],
         num_running=len(state.running),
         num_free_blocks=state.blocks.num_free,
+        num_cached_blocks=state.blocks.num_idle,
         num_blocks=state.blocks.num_blocks,
         max_num_seqs=state.max_num_seqs,
         previous_step_us=state.previous_step_us,
         previous_idle_us=state.previous_idle_us,
+        num_preempted=sum(leaver.reason is None and not leaver.seq.is_padding for leaver in plan.left),
     )
+
+
+def waiting_groups(counts: Mapping[tuple[int, str], int]) -> list[router_pb2.WaitingGroup]:
+    """Who waits, by importance class and tenant: the largest groups, and all others of a class as one."""
+    shown = heapq.nlargest(MAX_WAITING_GROUPS, counts.items(), key=operator.itemgetter(1))
+    groups = [
+        router_pb2.WaitingGroup(priority=priority, tenant=tenant, num_waiting=count)
+        for (priority, tenant), count in shown
+    ]
+    rest = sum(counts.values()) - sum(group.num_waiting for group in groups)
+    if rest:
+        groups.append(router_pb2.WaitingGroup(num_waiting=rest))
+    return groups
 
 
 def explain_response(request_id: str, lines: dict[int, list[Entry]]) -> router_pb2.ExplainResponse:

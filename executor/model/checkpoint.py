@@ -13,6 +13,7 @@ from torch import Tensor
 
 from executor.model.config import ModelConfig
 from executor.model.errors import ModelError
+from executor.model.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Checkpoint:
     """Sorted union of what all files of the model call an end token."""
     token_texts: tuple[str, ...]
     """Text of each token in id order, ids without a token left out; empty when there is no tokenizer."""
+    token_bytes: TokenBytes | None
+    """What its tokens stand for within a text; None when there is no tokenizer, or none of a known family."""
     tensors: Mapping[str, StoredTensor]
     """Under Hugging Face names (`model.layers.0.mlp.up_proj.weight`), in their layout."""
 

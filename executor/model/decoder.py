@@ -6,6 +6,8 @@ how anything is computed either: `executor.operations` does. Source of the arith
 transformers, `modeling_llama`, `modeling_qwen3` and `modeling_gemma3`.
 """
 
+from dataclasses import dataclass, replace
+
 from torch import Tensor
 
 from executor.inputs import StepInputs
@@ -13,7 +15,16 @@ from executor.kv_cache import KVCache
 from executor.model.config import ModelConfig
 from executor.model.rope import rope_table
 from executor.model.weights import ModelWeights
-from executor.operations.base import Activation, Operations
+from executor.operations.base import Activation, Operations, StepTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What the layers made of one step's tokens, before the output head; good until the next forward pass."""
+
+    normed: Tensor
+    """`[T, hidden_size]`, in the computation's type"""
+    step: StepTensors
 
 
 class Decoder:
@@ -35,6 +46,10 @@ class Decoder:
 
         Writes the keys and values of the step's tokens into `kv_cache`.
         """
+        return self.head(self.forward(inputs, kv_cache))
+
+    def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Hidden:
+        """Everything but the output head."""
         config, operations, weights = self._config, self._operations, self._weights
         step = operations.prepare(inputs)
         # Each layer is followed by the norm that the next one, or the output head, reads.
@@ -58,4 +73,12 @@ class Decoder:
             )
             update = operations.linear(operations.gated(normed, layer.gate_up, self._activation), layer.down)
             normed = operations.add_norm(hidden, update, norms[index + 1], update_norm=layer.mlp_update_norm)
-        return operations.logits(normed, step, weights.head, config.logits_soft_cap)
+        return Hidden(normed, step)
+
+    def head(self, hidden: Hidden, indices: Tensor | None = None) -> Tensor:
+        """Float32 logits of the sampling rows, or of the tokens at `indices` (int64) into T.
+
+        The next call overwrites them.
+        """
+        step = hidden.step if indices is None else replace(hidden.step, logits_indices=indices)
+        return self._operations.logits(hidden.normed, step, self._weights.head, self._config.logits_soft_cap)

@@ -20,6 +20,7 @@ from executor.model.errors import ModelError
 from executor.model.gguf_config import architecture_of, config_from_metadata
 from executor.model.gguf_reader import Reader
 from executor.model.json_files import eos_token_ids
+from executor.model.token_bytes import of_gguf
 
 _TOP_LEVEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -76,6 +77,7 @@ def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
         config=config,
         eos_token_ids=checked_eos_ids(eos_ids, config.vocab_size, path),
         token_texts=tuple(metadata.get("tokenizer.ggml.tokens", ())),
+        token_bytes=of_gguf(metadata),
         tensors={
             hugging_face_name(name, layer_names): stored_tensor(tensor, reordered, path)
             for name, tensor in stored.items()

@@ -15,6 +15,7 @@ from executor.model.checkpoint import Checkpoint, StoredTensor, checked_eos_ids
 from executor.model.config_json import from_config_json
 from executor.model.errors import ModelError
 from executor.model.json_files import eos_token_ids, optional_json, read_json
+from executor.model.token_bytes import of_tokenizer_json
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
@@ -23,7 +24,8 @@ _SINGLE_NAME = "model.safetensors"
 def open_folder(folder: Path) -> Checkpoint:
     """Open `folder`. Raises `ModelError`."""
     config = from_config_json(read_json(folder / "config.json"))
-    tokens = vocabulary(folder)
+    tokenizer = optional_json(folder / "tokenizer.json")
+    tokens = vocabulary(tokenizer, folder / "tokenizer.json")
     eos_ids = (
         eos_token_ids(folder / "config.json")
         | eos_token_ids(folder / "generation_config.json")
@@ -34,6 +36,7 @@ def open_folder(folder: Path) -> Checkpoint:
         config=config,
         eos_token_ids=checked_eos_ids(eos_ids, config.vocab_size, folder),
         token_texts=texts_in_id_order(tokens),
+        token_bytes=of_tokenizer_json(tokenizer, tokens),
         tensors=text_part(stored_tensors(folder)),
     )
 
@@ -113,10 +116,8 @@ def shard_tensors(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def vocabulary(folder: Path) -> dict[str, int]:
-    """Token text to id from tokenizer.json, added tokens included; empty when there is no such file."""
-    path = folder / "tokenizer.json"
-    raw = optional_json(path)
+def vocabulary(raw: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """Token text to id of a tokenizer.json, added tokens included; none of an empty one."""
     if not raw:
         return {}
     try:

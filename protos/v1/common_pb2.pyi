@@ -145,13 +145,14 @@ class SamplingParams(_message.Message):
     that needs it, by name.
 
     Log-probabilities of the prompt's own tokens, with this many alternatives each (0 to 20). Absent: none.
+    Tokens of the prompt x (1 + alternatives) x n is at most 131,072.
     """
     repetition_penalty: _builtins.float
-    """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output. > 0, at most
-    100; 1 is off.
+    """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output, once each, after
+    the bias. > 0, at most 100; 1 is off.
     """
     presence_penalty: _builtins.float
-    """Taken from the logits of tokens seen in the output. -2 to 2; 0 is off."""
+    """Taken from the logits of tokens seen in the output, once each. -2 to 2; 0 is off."""
     frequency_penalty: _builtins.float
     """Taken from the logits per occurrence in the output. -2 to 2; 0 is off."""
     json_schema: _builtins.str
@@ -168,11 +169,13 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these token ids may be chosen. Empty: all."""
+        """Only these token ids may be chosen, at most 4,096. Empty: all. A request that leaves no token to choose,
+        or before `min_tokens` none but end tokens, is refused.
+        """
 
     @_builtins.property
     def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """These token ids are never chosen."""
+        """These token ids are never chosen, allowed or not; at most 4,096."""
 
     @_builtins.property
     def choice(self) -> Global___Choices:
@@ -288,7 +291,7 @@ Global___Choices: _TypeAlias = Choices  # noqa: Y015
 @_typing.final
 class TokenLogprobs(_message.Message):
     """How likely one token was, natural logarithm, of the model's raw distribution. Finite: an alternative
-    whose probability is zero is left out.
+    whose probability is zero is left out, and a token of a prompt that the model holds impossible has -9999.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -141,8 +141,13 @@ class Chat(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether the template opens the assistant's answer; absent means true."""
+    continue_final_message: _builtins.bool
+    """Whether the answer goes on with the last message, an assistant's, in place of beginning a new one. Then
+    `add_generation_prompt` must not be true.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """Oldest first; at least one."""
@@ -157,10 +162,11 @@ class Chat(_message.Message):
         messages: _abc.Iterable[Global___Message] | None = ...,
         tools: _abc.Iterable[_builtins.str] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -1038,7 +1044,7 @@ class StepSummary(_message.Message):
     previous_idle_us: _builtins.int
     """How long the executor had been idle before that step, microseconds."""
     num_cached_blocks: _builtins.int
-    """Blocks that hold only cached prefixes and may be evicted; part of neither the free nor the owned."""
+    """How many of the free blocks hold cached prefixes, and give them up when the block is needed."""
     num_preempted: _builtins.int
     """Sequences sent back to wait by this plan."""
     @_builtins.property

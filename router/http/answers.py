@@ -6,12 +6,10 @@ output tokens. Pure: logs and news come in, JSON values go out.
 
 from collections import abc
 
-from router.call import Ended, Grown, News
+from router.call import Ended, Grown, News, PromptSeen
 from router.http.asked import Asked
 from router.http.shapes import Json, Shape
 from router.request_log import ChoiceLog, Delta, FinishReason, RequestLog
-
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class Answer:
@@ -39,11 +37,13 @@ class Answer:
             for choice in log.choices:
                 delta = choice.take_delta()
                 content = self._shape.whole(position, delta.text if delta is not None else "")
+                prompt = self._prompt(log, choice)
                 choices.append(
                     self._choice(log, choice, content)
-                    | self._logprobs(choice, delta)
+                    | prompt
+                    | _behind(prompt, self._logprobs(choice, delta))
                     | self._token_ids(delta)
-                    | _closing(choice)
+                    | self._closing(choice)
                 )
         return self._head | {
             "object": self._shape.whole_object,
@@ -53,24 +53,24 @@ class Answer:
 
     def first_chunks(self) -> list[Json]:
         """What a stream begins with, before any token."""
-        return [
-            self._chunk(self._choice(log, choice, opening))
-            for log, position in self._position.items()
-            for choice in log.choices
-            if (opening := self._shape.opening(position)) is not None
-        ]
+        return (
+            [] if self._tells_prompts else [chunk for log in self._position for chunk in self._openings(log)]
+        )
 
     def chunks(self, news: abc.Iterable[News]) -> list[Json]:
         """What a stream goes on with. Ids that complete no character bring none, unless ids were asked."""
         chunks = []
         for item in news:
             match item:
+                case PromptSeen(log):
+                    chunks += self._openings(log) if self._tells_prompts else []
+                    continue
                 case Grown(log, delta) if delta.text or delta.logprobs or self._asked.return_token_ids:
                     choice = log.choices[delta.index]
                     shown = self._choice(log, choice, self._shape.piece(delta.text))
                     shown |= self._logprobs(choice, delta) | self._token_ids(delta)
                 case Ended(log, choice):
-                    shown = self._choice(log, choice, self._shape.ending()) | _closing(choice)
+                    shown = self._choice(log, choice, self._shape.ending()) | self._closing(choice)
                 case _:
                     continue
             chunks.append(self._chunk(shown))
@@ -79,6 +79,30 @@ class Answer:
     def usage_chunk(self) -> Json:
         """The last chunk of a stream whose client asked for usage."""
         return self._head | {"object": self._shape.chunk_object, "choices": [], "usage": self._usage()}
+
+    @property
+    def _tells_prompts(self) -> bool:
+        """Whether there is something about the prompts that only the model can tell."""
+        return self._asked.prompt_logprobs or self._asked.echo_logprobs is not None
+
+    def _openings(self, log: RequestLog) -> list[Json]:
+        """The first chunk of each choice, where there is something before its text."""
+        chunks = []
+        for choice in log.choices:
+            opening, prompt = self._shape.opening(self._position[log]), self._prompt(log, choice)
+            if opening is not None or prompt:
+                shown = self._choice(log, choice, self._shape.piece("") if opening is None else opening)
+                chunks.append(self._chunk(shown | prompt))
+        return chunks
+
+    def _prompt(self, log: RequestLog, choice: ChoiceLog) -> Json:
+        """What is told of the prompt: the likelihoods of an echo, and once for each prompt the list."""
+        told: Json = {}
+        if self._asked.echo_logprobs is not None:
+            told["logprobs"] = self._shape.echo_logprobs(log, self._asked.echo_logprobs)
+        if self._asked.prompt_logprobs and choice.index == 0:
+            told["prompt_logprobs"] = self._shape.prompt_logprobs(log)
+        return told
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._head | {"object": self._shape.chunk_object, "choices": [choice]}
@@ -91,6 +115,15 @@ class Answer:
     def _logprobs(self, choice: ChoiceLog, delta: Delta | None) -> Json:
         asked_for = choice.sampling.logprobs is not None
         return {"logprobs": self._shape.logprobs(choice, delta)} if asked_for else {}
+
+    def _closing(self, choice: ChoiceLog) -> Json:
+        """How a choice ended; `stop_reason` is the client's own stop that ended it, null when none did."""
+        assert choice.end is not None, "the choice has ended"
+        stop_reason: str | int | None = choice.end.matched_stop
+        if stop_reason is None and choice.end.matched_token_id in choice.sampling.stop_token_ids:
+            stop_reason = choice.end.matched_token_id
+        finish_reason = "length" if choice.end.reason is FinishReason.LENGTH else self._shape.stop_word
+        return {"finish_reason": finish_reason, "stop_reason": stop_reason}
 
     def _token_ids(self, delta: Delta | None) -> Json:
         if not self._asked.return_token_ids:
@@ -112,10 +145,9 @@ class Answer:
         }
 
 
-def _closing(choice: ChoiceLog) -> Json:
-    """How a choice ended; `stop_reason` is the client's own stop that ended it, null when none did."""
-    assert choice.end is not None, "the choice has ended"
-    stop_reason: str | int | None = choice.end.matched_stop
-    if stop_reason is None and choice.end.matched_token_id in choice.sampling.stop_token_ids:
-        stop_reason = choice.end.matched_token_id
-    return {"finish_reason": _FINISH_REASONS[choice.end.reason], "stop_reason": stop_reason}
+def _behind(prompt: Json, own: Json) -> Json:
+    """A choice's own lists of likelihoods behind those of its echo, where there is one."""
+    echoed = prompt.get("logprobs")
+    if echoed is None:
+        return own
+    return {"logprobs": {name: [*echoed[name], *values] for name, values in own["logprobs"].items()}}

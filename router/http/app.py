@@ -6,12 +6,13 @@ requests: `asked` reads them, `intake` takes them in, `answers` words what becom
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections import abc
 from dataclasses import replace
 from hashlib import sha256
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
 import structlog
@@ -23,14 +24,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router import keys
 from router.http import asked as bodies
-from router.http import errors
+from router.http import errors, page
 from router.http.answers import Answer
 from router.http.asked import Asked
 from router.http.errors import HttpError
 from router.http.exchange import Exchange
-from router.http.fields import parsed
-from router.http.shapes import ChatShape, CompletionShape, Shape
+from router.http.fields import Fields, parsed
+from router.http.live import Live
+from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
 from router.validation import GenerateRequest
@@ -46,17 +49,24 @@ _SECURITY_HEADERS: Final = [
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_HEADERS: Final = 100
 _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
+# Bodies up to this long are read at once (about a millisecond).
+_INLINE_BYTES: Final = 64 * 1024
 
 _log = structlog.get_logger()
 
+_T = TypeVar("_T")
 Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
 
 
 class HttpApp:
     """The door. `asgi` is what a server serves."""
 
-    def __init__(self, intake: Intake, *, max_body_bytes: int, doorkeeper: Doorkeeper) -> None:
+    def __init__(
+        self, intake: Intake, *, max_body_bytes: int, doorkeeper: Doorkeeper, live: Live | None = None
+    ) -> None:
+        """With `live` the door shows the live page as well."""
         self._intake = intake
+        self._live = live
         self._doorkeeper = doorkeeper
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
@@ -72,6 +82,7 @@ class HttpApp:
                 Route("/detokenize", self._keyed(self._detokenize), methods=["POST"]),
                 Route("/health", _Endpoint(self._ready), methods=["GET"]),
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
+                *([] if live is None else self._page_routes(live)),
             ],
             middleware=[Middleware(_SecurityHeaders), Middleware(_LimitedHead)],
             exception_handlers={HTTPException: _no_such_path},
@@ -98,16 +109,23 @@ class HttpApp:
 
     async def _complete(self, exchange: Exchange) -> None:
         body = await self._body(exchange)
-        asked = bodies.completion(parsed(body))
+        asked = await _read(body, bodies.completion)
         exchange.names = asked.names
         echoes = [await self._prompt_text(request) for request in asked.requests] if asked.echo else None
         await self._generate(exchange, body, asked, CompletionShape(self._intake.model.tokenizer, echoes))
 
     async def _chat(self, exchange: Exchange) -> None:
         body = await self._body(exchange)
-        asked = bodies.chat(parsed(body))
+        asked = await _read(body, bodies.chat)
         exchange.names = asked.names
-        await self._generate(exchange, body, asked, ChatShape(self._intake.model.tokenizer))
+        await self._generate(exchange, body, asked, self._chat_shape(asked))
+
+    def _chat_shape(self, asked: Asked) -> Shape:
+        tokenizer, forced = self._intake.model.tokenizer, asked.forced
+        if forced is None:
+            return ChatShape(tokenizer)
+        call_id = f"call_{uuid.uuid4().hex}"
+        return CallShape(tokenizer, function=forced.name, call_id=call_id, stop_word=forced.finish_reason)
 
     async def _generate(self, exchange: Exchange, body: bytes, asked: Asked, shape: Shape) -> None:
         received_at = time.monotonic()
@@ -115,7 +133,7 @@ class HttpApp:
         arrival = Arrival(
             received_at=received_at,
             deadline=None if timeout_seconds is None else received_at + timeout_seconds,
-            body_digest=sha256(body).digest(),
+            body_digest=await _off_loop(len(body), lambda: sha256(body).digest()),
             caller=exchange.caller,
         )
         work = self._answer(exchange, asked, shape, arrival)
@@ -181,7 +199,7 @@ class HttpApp:
         }
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        asked = bodies.tokenizing(parsed(await self._body(exchange)))
+        asked = await _read(await self._body(exchange), bodies.tokenizing)
         self._intake.check_model(asked.model)
         tokens = await self._intake.tokenize(asked.prompt)
         max_model_len = self._intake.welcome().max_total_tokens
@@ -189,16 +207,46 @@ class HttpApp:
 
     async def _detokenize(self, exchange: Exchange) -> None:
         exchange.names = {"token_ids": "tokens"}
-        asked = bodies.detokenizing(parsed(await self._body(exchange)))
+        asked = await _read(await self._body(exchange), bodies.detokenizing)
         self._intake.check_model(asked.model)
         text = await self._intake.detokenize(asked.token_ids, include_special=asked.include_special)
         await exchange.answer({"prompt": text})
+
+    # --- the live page ------------------------------------------------------------------------------
+
+    def _page_routes(self, live: Live) -> list[Route]:
+        async def watch(exchange: Exchange) -> None:
+            keys.check_admin(exchange.caller, "the live page")
+            if self._closed or live.is_full:
+                refusal = "the server is shutting down" if self._closed else "too many pages are open"
+                raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
+            await exchange.while_wanted(_frames(live, exchange), timeout_seconds=None, cut=self._cut)
+
+        async def tell_story(exchange: Exchange) -> None:
+            request_id = exchange.request.path_params["request_id"]
+            await exchange.answer(await live.story(request_id, exchange.caller.tenant))
+
+        return [
+            Route("/live", self._keyed(watch), methods=["GET"]),
+            Route("/live/requests/{request_id:path}", self._keyed(tell_story), methods=["GET"]),
+            *page.routes(),
+        ]
 
     async def _ready(self, exchange: Exchange) -> None:
         refusal = "shutting down" if self._closed else self._intake.refusal
         if refusal is not None:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
         await exchange.answer({"status": "ok"})
+
+
+async def _read(body: bytes, read: abc.Callable[[Fields], _T]) -> _T:
+    """What a body asks for."""
+    return await _off_loop(len(body), lambda: read(parsed(body)))
+
+
+async def _off_loop(num_bytes: int, work: abc.Callable[[], _T]) -> _T:
+    """What the work returns: done at once when it is little, else in a thread, and the loop goes on."""
+    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
 class _Endpoint:
@@ -225,6 +273,14 @@ class _Endpoint:
             await exchange.fail(defect)
 
 
+async def _frames(live: Live, exchange: Exchange) -> None:
+    """Sends what there is to see for as long as the page is open."""
+    await exchange.begin_events({})
+    async with contextlib.aclosing(live.events()) as events:
+        async for frames in events:
+            await exchange.raw_event("[" + ",".join(frames) + "]")
+
+
 class _SecurityHeaders:
     """Puts the headers that browsers heed on every response. No CORS header is among them."""
 
@@ -234,7 +290,9 @@ class _SecurityHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_SECURITY_HEADERS]
+                given = message.get("headers", [])
+                names = {name for name, _ in given}  # a page says for itself what it may load
+                message["headers"] = [*given, *(pair for pair in _SECURITY_HEADERS if pair[0] not in names)]
             await send(message)
 
         await self._app(scope, receive, send_with_headers)

@@ -11,34 +11,33 @@ from typing import Any, Final
 
 import grpc
 
-from router.chat import ChatMessage
+from router.chat import ChatMessage, ToolCall
+from router.constraints import Choice, Constraint, JsonSchema, Regex, field_of
 from router.http.fields import Fields, checked, wholes
-from router.validation import MAX_CHAT_MESSAGES, Conversation, GenerateRequest, SamplingRequest
+from router.validation import (
+    MAX_CHAT_MESSAGES,
+    MAX_TOOL_CALLS,
+    Conversation,
+    GenerateRequest,
+    SamplingRequest,
+)
 from rpc.errors import RequestError, invalid
 
 MAX_CHOICES_IN_ALL: Final = 128
 MAX_COMPLETION_LOGPROBS: Final = 5
+MAX_TOKEN_ID_DIGITS: Final = 18
 MAX_TIMEOUT_SECONDS: Final = 86_400.0
 # Room for the number that is put behind the id of a call to name one prompt of several.
 MAX_REQUEST_ID_CHARACTERS: Final = 124
-
-# Sampling options of the contract that are not served at this revision, with the value that means "off".
-_OFF: Final[dict[str, Any]] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "allowed_token_ids": [],
-    "banned_token_ids": [],
-    "prompt_logprobs": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One call: a request for each prompt, and how its answer is to look.
 
-    `names` says what the body calls fields of the contract, where that depends on the body.
+    `prompt_logprobs` says that the answer has a list of that name. An `echo` repeats the prompt, with
+    `echo_logprobs` the log-probabilities of its tokens too, so many alternatives each. `names` says what the
+    body calls fields of the contract, where that depends on the body.
     """
 
     requests: tuple[GenerateRequest, ...]
@@ -46,13 +45,29 @@ class Asked:
     include_usage: bool
     timeout_seconds: float | None
     echo: bool
+    echo_logprobs: int | None
+    prompt_logprobs: bool
     return_token_ids: bool
     names: abc.Mapping[str, str]
+    forced: "ForcedFunction | None" = None
 
     @property
     def num_choices_each(self) -> int:
         """Choices of each request."""
         return self.requests[0].n
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedFunction:
+    """The function whose arguments the answer is, by the word of `tool_choice`.
+
+    `schema` is that of its arguments as JSON text; `finish_reason` is what OpenAI calls its end.
+    """
+
+    name: str
+    schema: str
+    position: int
+    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +94,29 @@ def completion(body: Fields) -> Asked:
     if logprobs is not None and not 0 <= logprobs <= MAX_COMPLETION_LOGPROBS:
         raise invalid("logprobs", f"logprobs is {logprobs}; it must be from 0 to {MAX_COMPLETION_LOGPROBS}")
     echo = body.flag("echo") or False
-    if echo and logprobs is not None:
-        raise _unserved("echo", "echo together with logprobs is not supported: the prompt has no logprobs")
     _only("suffix", body.text("suffix"), "")
-    request = _request(body, _sampling(body, body.whole("max_tokens"), logprobs))
+    constraint, names = _constraint(body)
+    sampling = _sampling(body, body.whole("max_tokens"), logprobs, constraint)
+    has_prompt_logprobs = sampling.prompt_logprobs is not None
+    if echo and logprobs is not None:
+        names |= {} if has_prompt_logprobs else {"sampling.prompt_logprobs": "logprobs"}
+        sampling = replace(sampling, prompt_logprobs=max(logprobs, sampling.prompt_logprobs or 0))
+    request = _request(body, sampling)
     _only("best_of", body.whole("best_of"), request.n)
-    return _asked(body, request, prompts, echo=echo, names={})
+    return _asked(
+        body,
+        request,
+        prompts,
+        echo=echo,
+        echo_logprobs=logprobs if echo else None,
+        prompt_logprobs=has_prompt_logprobs,
+        names=names,
+    )
 
 
 def chat(body: Fields) -> Asked:
     """A body of /v1/chat/completions. Raises RequestError as `completion` does."""
+    forced = _forced_function(body)
     conversation = _conversation(body)
     alternatives = body.whole("top_logprobs")
     wanted = body.flag("logprobs") or False
@@ -97,12 +125,25 @@ def chat(body: Fields) -> Asked:
     max_tokens, older = body.whole("max_completion_tokens"), body.whole("max_tokens")
     if max_tokens is not None and older is not None:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens are both given; one is enough")
+    constraint, names = _constraint(body)
+    if forced is not None:
+        if constraint is not None:
+            name = names[field_of(constraint)]
+            raise invalid(
+                name, f"{name} is given beside tool_choice, which holds the output to a tool's schema"
+            )
+        constraint = JsonSchema(forced.schema)
+        names = {field_of(constraint): f"tools[{forced.position}].function.parameters"}
     sampling = _sampling(
-        body, older if max_tokens is None else max_tokens, (alternatives or 0) if wanted else None
+        body, older if max_tokens is None else max_tokens, (alternatives or 0) if wanted else None, constraint
     )
     length = "max_tokens" if max_tokens is None else "max_completion_tokens"
-    names = {"sampling.logprobs": "top_logprobs", "sampling.max_tokens": length}
-    return _asked(body, _request(body, sampling), [conversation], names=names)
+    names |= {"sampling.logprobs": "top_logprobs", "sampling.max_tokens": length}
+    has_prompt_logprobs = sampling.prompt_logprobs is not None
+    request = _request(body, sampling)
+    return _asked(
+        body, request, [conversation], prompt_logprobs=has_prompt_logprobs, names=names, forced=forced
+    )
 
 
 def tokenizing(body: Fields) -> Tokenizing:
@@ -133,7 +174,10 @@ def _asked(
     prompts: abc.Sequence[str | tuple[int, ...] | Conversation],
     *,
     echo: bool = False,
+    echo_logprobs: int | None = None,
+    prompt_logprobs: bool,
     names: abc.Mapping[str, str],
+    forced: ForcedFunction | None = None,
 ) -> Asked:
     if request.n * len(prompts) > MAX_CHOICES_IN_ALL:
         raise invalid(
@@ -162,8 +206,11 @@ def _asked(
         include_usage=include_usage,
         timeout_seconds=timeout_seconds,
         echo=echo,
+        echo_logprobs=echo_logprobs,
+        prompt_logprobs=prompt_logprobs,
         return_token_ids=body.flag("return_token_ids") or False,
         names=names,
+        forced=forced,
     )
     body.close()
     return asked
@@ -192,16 +239,9 @@ def _request(body: Fields, sampling: SamplingRequest) -> GenerateRequest:
     )
 
 
-def _sampling(body: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingRequest:
-    unserved = []
-    for name, off in _OFF.items():
-        value = body.value(name)
-        if value is not None and value != off:
-            unserved.append(name)
-    response_format = body.fields("response_format")
-    if response_format is not None:
-        _only("response_format.type", response_format.text("type"), "text")
-        response_format.close()
+def _sampling(
+    body: Fields, max_tokens: int | None, logprobs: int | None, constraint: Constraint | None
+) -> SamplingRequest:
     return SamplingRequest(
         temperature=body.number("temperature"),
         top_p=body.number("top_p"),
@@ -213,8 +253,85 @@ def _sampling(body: Fields, max_tokens: int | None, logprobs: int | None) -> Sam
         ignore_eos=body.flag("ignore_eos") or False,
         stop_token_ids=body.wholes("stop_token_ids") or (),
         logprobs=logprobs,
-        unserved=tuple(unserved),
+        constraint=constraint,
+        prompt_logprobs=None if body.value("prompt_logprobs") is False else body.whole("prompt_logprobs"),
+        repetition_penalty=body.number("repetition_penalty"),
+        presence_penalty=body.number("presence_penalty"),
+        frequency_penalty=body.number("frequency_penalty"),
+        logit_bias=_logit_bias(body),
+        allowed_token_ids=body.wholes("allowed_token_ids") or (),
+        banned_token_ids=body.wholes("banned_token_ids") or (),
     )
+
+
+def _logit_bias(body: Fields) -> dict[int, float]:
+    """OpenAI's object: its names are token ids."""
+    values, biases = body.fields("logit_bias"), {}
+    if values is None:
+        return {}
+    for name in values.names:
+        path = values.path_of(name[:MAX_TOKEN_ID_DIGITS])
+        digits = name[:MAX_TOKEN_ID_DIGITS]
+        if not (name.isascii() and digits.isdigit() and name == str(int(digits))):  # else two name one token
+            raise invalid("logit_bias", f"{path} names no token; names in logit_bias are token ids")
+        biases[int(name)] = values.number(name) or 0.0
+    return biases
+
+
+def _constraint(body: Fields) -> tuple[Constraint | None, dict[str, str]]:
+    """What the output must match, by whichever of the fields, and what the body calls it."""
+    found: list[tuple[str, Constraint]] = []
+    response_format = body.fields("response_format")
+    if response_format is not None:
+        found += _of_response_format(response_format)
+        response_format.close()
+    schema = body.value("json_schema")
+    if schema is not None:
+        found.append(("json_schema", JsonSchema(_schema_text(schema, "json_schema"))))
+    pattern = body.text("regex")
+    if pattern is not None:
+        found.append(("regex", Regex(pattern)))
+    values = body.texts("choice")
+    if values is not None:
+        found.append(("choice", Choice(values)))
+    if len(found) > 1:
+        first, second = found[0][0], found[1][0]
+        raise invalid(second, f"{second} is given beside {first}; an output can be held to one of them")
+    if not found:
+        return None, {}
+    name, constraint = found[0]
+    return constraint, {field_of(constraint): name}
+
+
+def _of_response_format(response_format: Fields) -> list[tuple[str, Constraint]]:
+    match response_format.text("type"):
+        case "text":
+            return []
+        case "json_object":
+            return [("response_format", JsonSchema("{}"))]
+        case "json_schema":
+            described = response_format.fields("json_schema")
+            if described is None:
+                raise invalid("response_format.json_schema", "response_format.json_schema is missing")
+            for name in ("name", "description"):
+                described.text(name)  # for OpenAI's own prompt; nothing here depends on it
+            described.flag("strict")  # it is always
+            where = described.path_of("schema")
+            schema = described.value("schema")
+            described.close()
+            return [(where, JsonSchema("{}" if schema is None else _schema_text(schema, where)))]
+        case kind:
+            raise _unserved(
+                "response_format.type",
+                f"response_format.type is {json.dumps(kind)[:64]}; it is text, json_object or json_schema",
+            )
+
+
+def _schema_text(schema: object, path: str) -> str:
+    """A schema as JSON text; it may stand in the body as that, or as itself."""
+    if isinstance(schema, str):
+        return schema
+    return _json_text(checked(schema, dict, "a JSON schema", path), path)
 
 
 def _stops(body: Fields) -> tuple[str, ...]:
@@ -266,14 +383,55 @@ def _conversation(body: Fields) -> Conversation:
         )
     tools = body.entries("tools") or []
     choice = body.value("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise _unserved("tool_choice", "tool_choice is supported as auto and none alone")
+    continued = body.flag("continue_final_message") or False
     opened = body.flag("add_generation_prompt")
     return Conversation(
         messages=[_message(checked(m, dict, "an object", f"messages[{i}]"), i) for i, m in enumerate(values)],
         tools=[] if choice == "none" else [_tool(tool, i) for i, tool in enumerate(tools)],
-        add_generation_prompt=True if opened is None else opened,
+        add_generation_prompt=not continued if opened is None else opened,
+        continue_final_message=continued,
     )
+
+
+def _forced_function(body: Fields) -> ForcedFunction | None:
+    """The function that `tool_choice` names, or that is the only one when it says "required"."""
+    choice, tools = body.value("tool_choice"), body.entries("tools") or []
+    match choice:
+        case None | "auto" | "none":
+            return None
+        case "required":
+            if len(tools) != 1:
+                raise _unserved(
+                    "tool_choice",
+                    f"tool_choice is required and there are {len(tools)} tools; it is supported with one. "
+                    "With several, name the function",
+                )
+            return _forced(tools, 0, "tool_calls")
+        case {"type": "function", "function": {"name": str(name)}}:
+            for position, tool in enumerate(tools):
+                if isinstance(tool, dict) and _function(tool, position).value("name") == name:
+                    return _forced(tools, position, "stop")
+            raise invalid("tool_choice", f"tool_choice names {json.dumps(name)[:64]}, which is none of tools")
+        case _:
+            raise _unserved(
+                "tool_choice", "tool_choice is supported as auto, none, required, or the name of a function"
+            )
+
+
+def _forced(tools: list[Any], position: int, finish_reason: str) -> ForcedFunction:
+    path = f"tools[{position}]"
+    function = _function(checked(tools[position], dict, "an object", path), position)
+    name, parameters = function.text("name"), function.value("parameters")
+    if not name:
+        raise invalid(function.path_of("name"), f"{function.path_of('name')} is missing")
+    schema = {"type": "object"} if parameters is None else parameters
+    text = _json_text(checked(schema, dict, "a JSON schema", path), f"{path}.function.parameters")
+    return ForcedFunction(name, text, position, finish_reason)
+
+
+def _function(tool: dict[str, Any], position: int) -> Fields:
+    path = f"tools[{position}].function"
+    return Fields(checked(tool.get("function"), dict, "an object", path), path)
 
 
 def _message(values: dict[str, Any], position: int) -> ChatMessage:
@@ -286,11 +444,40 @@ def _message(values: dict[str, Any], position: int) -> ChatMessage:
         content = "".join(_part(part, f"{message.path_of('content')}[{i}]") for i, part in enumerate(content))
     else:
         content = message.text("content")
-    if content is None:
+    calls = message.entries("tool_calls") or []
+    if len(calls) > MAX_TOOL_CALLS:
+        where = message.path_of("tool_calls")
+        raise invalid(where, f"{where} has {len(calls)} entries; at most {MAX_TOOL_CALLS} are allowed")
+    if content is None and not calls:
         raise invalid(message.path_of("content"), f"{message.path_of('content')} is missing")
-    name = message.text("name") or ""
+    message_read = ChatMessage(
+        role=role,
+        content=content or "",
+        name=message.text("name") or "",
+        tool_calls=tuple(
+            _call(call, f"{message.path_of('tool_calls')}[{i}]") for i, call in enumerate(calls)
+        ),
+        tool_call_id=message.text("tool_call_id") or "",
+    )
+    _only(message.path_of("refusal"), message.text("refusal"), "")
     message.close()
-    return ChatMessage(role=role, content=content, name=name)
+    return message_read
+
+
+def _call(value: object, path: str) -> ToolCall:
+    """One call in an assistant's turn, as OpenAI writes it."""
+    call = Fields(checked(value, dict, "an object", path), path)
+    _only(call.path_of("type"), call.text("type"), "function")
+    function = call.fields("function")
+    if function is None:
+        raise invalid(call.path_of("function"), f"{call.path_of('function')} is missing")
+    name, arguments = function.text("name"), function.text("arguments")
+    if not name:
+        raise invalid(function.path_of("name"), f"{function.path_of('name')} is missing")
+    call_id = call.text("id") or ""
+    function.close()
+    call.close()
+    return ToolCall(call_id, name, arguments or "{}")
 
 
 def _part(value: object, path: str) -> str:
@@ -307,8 +494,12 @@ def _part(value: object, path: str) -> str:
 
 def _tool(value: object, position: int) -> str:
     path = f"tools[{position}]"
+    return _json_text(checked(value, dict, "an object", path), path)
+
+
+def _json_text(value: dict[str, Any], path: str) -> str:
     try:
-        return json.dumps(checked(value, dict, "an object", path), ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise invalid(path, f"{path} holds a number that is not finite") from error
 

@@ -37,6 +37,7 @@ _NAMES_IN_BODIES: Final = {
     "chat": "messages",
     "chat.messages": "messages",
     "chat.tools": "tools",
+    "chat.continue_final_message": "continue_final_message",
 }
 
 

@@ -109,6 +109,12 @@ class Exchange:
         if body:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
+    async def raw_event(self, data: str) -> None:
+        """Sends one event whose value is encoded already."""
+        await self._send(
+            {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
+        )
+
     async def end_events(self) -> None:
         """Ends the stream well."""
         await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})

@@ -56,6 +56,11 @@ class Fields:
                 where = self.path_of(name[:_MAX_SHOWN_CHARACTERS])
                 raise invalid(where, f"{where} is not supported here")
 
+    @property
+    def names(self) -> list[str]:
+        """What it has a value for, in its order: where names are a client's own."""
+        return list(self._values)
+
     def path_of(self, name: str) -> str:
         """Where a field of this object stands in the body."""
         return f"{self._path}.{name}" if self._path else name

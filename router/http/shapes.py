@@ -7,7 +7,7 @@ from collections import abc
 from typing import Any, ClassVar, Protocol
 
 from router.detokenizer import Detokenizer
-from router.request_log import ChoiceLog, Delta
+from router.request_log import ChoiceLog, Delta, RequestLog, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -41,13 +41,24 @@ class Shape(Protocol):
     def ending(self) -> Json:
         """What the last chunk of a choice has."""
 
+    @property
+    def stop_word(self) -> str:
+        """The finish reason of a choice that came to its end by itself."""
+
     def logprobs(self, choice: ChoiceLog, delta: Delta | None) -> Json:
         """How likely the tokens of a delta were, one entry for each."""
+
+    def echo_logprobs(self, log: RequestLog, num_top: int) -> Json | None:
+        """The same for the tokens of an echo; None where nothing is echoed."""
+
+    def prompt_logprobs(self, log: RequestLog) -> list[Json | None]:
+        """How likely the tokens of the prompt were, by id, with their alternatives; null for the first."""
 
 
 class CompletionShape:
     """/v1/completions. `echoes` has the text of each prompt, when it is to stand before its answers."""
 
+    stop_word: str = "stop"
     id_prefix: ClassVar = "cmpl-"
     whole_object: ClassVar = "text_completion"
     chunk_object: ClassVar = "text_completion"
@@ -80,12 +91,32 @@ class CompletionShape:
         return {
             "tokens": [self._shown(entry.token_id) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [
-                dict(zip(map(self._shown, entry.top_token_ids), entry.top_logprobs, strict=True))
-                for entry in entries
-            ],
+            "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": [offset.before(entry.token_id) for entry in entries],
         }
+
+    def echo_logprobs(self, log: RequestLog, num_top: int) -> Json | None:
+        """Four lists; the first token has no likelihood. Tokens of the answers stand behind the echo."""
+        if self._echoes is None:
+            return None
+        entries, offset = log.prompt_logprobs, _Offset(self._vocabulary.detokenizer())
+        lists = {
+            "tokens": [self._shown(token_id) for token_id in log.prompt_token_ids],
+            "token_logprobs": [None, *(entry.logprob for entry in entries)],
+            "top_logprobs": [None, *(self._top(entry, num_top) for entry in entries)],
+            "text_offset": [offset.before(token_id) for token_id in log.prompt_token_ids],
+        }
+        for choice in log.choices:
+            self._offsets[choice] = _Offset(self._vocabulary.detokenizer(), offset.num_characters)
+        return lists
+
+    def prompt_logprobs(self, log: RequestLog) -> list[Json | None]:
+        """One object for each token."""
+        return prompt_entries(self._vocabulary, log)
+
+    def _top(self, entry: TokenLogprobs, num_top: int | None = None) -> Json:
+        most = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+        return {self._shown(token_id): logprob for token_id, logprob in most}
 
     def _shown(self, token_id: int) -> str:
         return token_text(token_id, self._vocabulary.token_bytes(token_id))
@@ -94,6 +125,7 @@ class CompletionShape:
 class ChatShape:
     """/v1/chat/completions."""
 
+    stop_word: str = "stop"
     id_prefix: ClassVar = "chatcmpl-"
     whole_object: ClassVar = "chat.completion"
     chunk_object: ClassVar = "chat.completion.chunk"
@@ -129,25 +161,80 @@ class ChatShape:
             "refusal": None,
         }
 
+    def echo_logprobs(self, log: RequestLog, num_top: int) -> Json | None:  # noqa: ARG002 - likewise
+        """A chat has no echo."""
+        return None
+
+    def prompt_logprobs(self, log: RequestLog) -> list[Json | None]:
+        """One object for each token."""
+        return prompt_entries(self._vocabulary, log)
+
     def _entry(self, token_id: int, logprob: float) -> Json:
         token = self._vocabulary.token_bytes(token_id)
         return {"token": token_text(token_id, token), "logprob": logprob, "bytes": list(token)}
 
 
+class CallShape(ChatShape):
+    """/v1/chat/completions whose answer is the arguments of one function.
+
+    What it says is the schema's doing, and not parsed. `call_id` is the name of the call in each choice.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, function: str, call_id: str, stop_word: str) -> None:
+        super().__init__(vocabulary)
+        self._function = function
+        self._call_id = call_id
+        self.stop_word = stop_word
+
+    def whole(self, position: int, text: str) -> Json:  # noqa: ARG002 - a chat has one prompt
+        """A message that calls."""
+        call = {"id": self._call_id, "type": "function", "function": self._called(text)}
+        return {"message": {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}}
+
+    def opening(self, position: int) -> Json | None:  # noqa: ARG002 - likewise
+        """Who speaks, and what is called."""
+        call = {"index": 0, "id": self._call_id, "type": "function", "function": self._called("")}
+        return {"delta": {"role": "assistant", "content": None, "tool_calls": [call]}}
+
+    def piece(self, text: str) -> Json:
+        """More of the arguments."""
+        return {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}}
+
+    def _called(self, arguments: str) -> Json:
+        return {"name": self._function, "arguments": arguments}
+
+
 class _Offset:
-    """Characters of a choice's text that were complete before a token."""
+    """Characters of a text that were complete before a token; it begins behind `num_characters`."""
 
-    __slots__ = ("_detokenizer", "_num_characters")
+    __slots__ = ("_detokenizer", "num_characters")
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
+    def __init__(self, detokenizer: Detokenizer, num_characters: int = 0) -> None:
         self._detokenizer = detokenizer
-        self._num_characters = 0
+        self.num_characters = num_characters
 
     def before(self, token_id: int) -> int:
         """To be asked for each token in order."""
-        before = self._num_characters
-        self._num_characters += len(self._detokenizer.push((token_id,)))
+        before = self.num_characters
+        self.num_characters += len(self._detokenizer.push((token_id,)))
         return before
+
+
+def prompt_entries(vocabulary: Vocabulary, log: RequestLog) -> list[Json | None]:
+    """For each token of the prompt an object of ids, its own first, as vLLM gives it; null for the first."""
+
+    def about(token_id: int, logprob: float, rank: int) -> Json:
+        text = token_text(token_id, vocabulary.token_bytes(token_id))
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    entries: list[Json | None] = [None]
+    for entry in log.prompt_logprobs:
+        tops = enumerate(zip(entry.top_token_ids, entry.top_logprobs, strict=True), 1)
+        entries.append(
+            {str(entry.token_id): about(entry.token_id, entry.logprob, entry.rank)}
+            | {str(token_id): about(token_id, logprob, rank) for rank, (token_id, logprob) in tops}
+        )
+    return entries
 
 
 def token_text(token_id: int, token: bytes) -> str:

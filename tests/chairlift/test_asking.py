@@ -26,12 +26,15 @@ def test_options_go_where_the_contract_has_them_and_zero_is_not_absent() -> None
         "stop_token_ids": [7],
         "logprobs": 0,
         "seed": -1,
+        "logit_bias": {5: -1.5},
     }
     assert generate_request("Hi", options) == Request(
         text="Hi",
         n=2,
         stop=["a"],
-        sampling=common_pb2.SamplingParams(temperature=0, stop_token_ids=[7], logprobs=0, seed=-1),
+        sampling=common_pb2.SamplingParams(
+            temperature=0, stop_token_ids=[7], logprobs=0, seed=-1, logit_bias={5: -1.5}
+        ),
     )
 
 

@@ -29,6 +29,12 @@ def server(tiny_model_folder: Path) -> Iterator[Cluster]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def url(server: Cluster) -> str:
+    """Of the HTTP door."""
+    return "http://" + server.process("router").next_line().removeprefix("http on ")
+
+
 def run(*argv: str, cwd: Path | None = None) -> str:
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}  # this tree, whatever is installed
     done = subprocess.run(
@@ -51,25 +57,40 @@ def test_python(server: Cluster) -> None:
     assert "INVALID_ARGUMENT: sampling.temperature is -1.0; it must be from 0 to 100" in said
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="there is no npm here")
-def test_node(server: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "examples" / "node"
+@pytest.fixture(scope="module")
+def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of Node's examples, with what they need."""
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm here")
+    root = tmp_path_factory.mktemp("node")
+    folder = root / "examples" / "node"
     shutil.copytree(EXAMPLES / "node", folder, ignore=shutil.ignore_patterns("node_modules"))
-    shutil.copytree(EXAMPLES.parent / "protos", tmp_path / "protos")
+    shutil.copytree(EXAMPLES.parent / "protos", root / "protos")
     installing = ("npm", "install", "--no-audit", "--no-fund", "--ignore-scripts")
     installed = subprocess.run(installing, cwd=folder, capture_output=True, timeout=NPM_SECONDS, check=False)
     if installed.returncode != 0:
         pytest.skip(f"npm cannot install here: {installed.stderr.decode()[-200:]}")
-    said = run("node", "client.mjs", server.address("router"), "Hi", cwd=folder)
+    return folder
+
+
+def test_node(server: Cluster, node_folder: Path) -> None:
+    said = run("node", "client.mjs", server.address("router"), "Hi", cwd=node_folder)
     text = answer_to(server, "Hi", 48)
     assert f"{text}\nFINISH_REASON_LENGTH, 48 tokens" in said
     assert f"whole: {text}" in said
     assert "INVALID_ARGUMENT: sampling.temperature is -1" in said
 
 
+def test_openais_own_client_for_node(server: Cluster, url: str, node_folder: Path) -> None:
+    said = run("node", "openai.mjs", url, "Hi", cwd=node_folder)
+    text = answer_to(server, "Hi", 48)
+    assert said.startswith(f"{text}\n48 tokens\nwhole: {text}\n")
+    assert "held: boolean" in said
+    assert "BadRequestError 400 temperature: 400 temperature is -1" in said
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-def test_shell(server: Cluster) -> None:
-    url = "http://" + server.process("router").next_line().removeprefix("http on ")
+def test_shell(server: Cluster, url: str) -> None:
     assert httpx2.get(url + "/ready").status_code == 200
     said = run(str(EXAMPLES / "shell.sh"), url, "Hi")
     assert said.startswith("data: {")

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from executor.inputs import build_inputs
 from executor.model import ModelError
 from executor.runner import ModelRunner, StepOutput
-from executor.sequences import Row, SamplingParams
+from executor.sequences import BatchPlan, NewSequence, Row, SamplingParams, SequenceTable
 from tests.executor.numerics import load, one_shot_logits, reference_logits
 from tests.rig import tiny_model
 
@@ -95,6 +95,40 @@ def test_a_recompute_on_other_blocks_goes_on_with_the_same_ids(runner: ModelRunn
         assert resumed.run(16, 11) == [whole[index]]
 
 
+@pytest.mark.parametrize("budgets", [[64], [1], [5, 7, 1]])
+def test_b71_prompt_logprobs_are_the_references_however_the_prompt_is_cut(
+    budgets: list[int], runner: ModelRunner, tiny_folder: Path
+) -> None:
+    prompt = list(b"A prompt of some length, told token by token.")
+    table = SequenceTable(
+        num_blocks=64, block_size=16, max_num_seqs=8, max_num_batched_tokens=256, max_seq_len=512,
+        vocab_size=runner.vocab_size, eos_token_ids=(),
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2)
+    new = NewSequence(1, tuple(prompt), len(prompt), 0, (3, 1, 4), params, prompt_logprobs_from=1)
+    got, first = [], 0
+    for step_id in range(1, 100):
+        count = min(budgets[step_id % len(budgets)], len(prompt) - first)
+        plan = BatchPlan(
+            1, step_id, step_id - 1, admitted=(new,) if step_id == 1 else (), seq_ids=(1,),
+            num_tokens=(count,), positions_sum=first,
+        )  # fmt: skip
+        batch = build_inputs(table.apply(plan), 16)
+        output = runner.step(batch.inputs, batch.sample_rows)
+        result = table.commit(plan, batch.sampled_seq_ids, output.sampled, output.prompt_logprobs)
+        for told in result.prompt_logprobs:
+            assert told.first_position == len(got) + 1
+            got += told.tokens
+        first += count
+        if first == len(prompt):
+            break
+    expected = reference_logits(tiny_folder, prompt).double().log_softmax(-1)
+    assert [report.token_id for report in got] == prompt[1:]
+    for place, report in enumerate(got):
+        assert report.logprob == pytest.approx(float(expected[place, report.token_id]), abs=1e-4)
+        assert report.top_logprobs == pytest.approx(expected[place].topk(2).values.tolist(), abs=1e-4)
+
+
 def test_a_step_without_sampling_rows_only_fills_the_cache(runner: ModelRunner) -> None:
     batch = Batch(runner, [b"a long prompt in pieces"], MIXED[:1])
     batch.step([0], 5)
@@ -143,7 +177,8 @@ def test_warm_up_makes_a_token_and_touches_no_block_of_a_plan(tiny_folder: Path)
 def test_it_says_what_it_is(runner: ModelRunner) -> None:
     assert (runner.num_blocks, runner.block_size, runner.vocab_size) == (64, 16, 272)
     assert (runner.max_seq_len, runner.eos_token_ids) == (8192, (257, 259))
-    assert (runner.dtype, runner.device, runner.features) == ("float32", "cpu", ("logprobs",))
+    assert (runner.dtype, runner.device) == ("float32", "cpu")
+    assert set(runner.features) == {"logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists"}
     assert "float32" in runner.fingerprints.numerics
     assert len(runner.fingerprints.model) == len(runner.fingerprints.tokenizer) == 64
 

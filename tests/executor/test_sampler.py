@@ -16,18 +16,23 @@ torch.set_num_threads(1)
 NAN, INF = math.nan, math.inf
 
 
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> Sampled:
+    """Leaves the logits as they are, so that they can be used again."""
+    return sampler.sample(logits.clone(), rows)
+
+
 def row(output_index: int = 0, masked_ids: tuple[int, ...] = (), **params: Any) -> SampleRow:
     return SampleRow(SamplingParams(max_tokens=64, **params), output_index, masked_ids)
 
 
 def sample_one(logits: list[float], **params: Any) -> Sampled:
-    return sampler.sample(torch.tensor([logits]), [row(**params)])
+    return sample(torch.tensor([logits]), [row(**params)])
 
 
 def draws(logits: list[float], count: int, **params: Any) -> list[int]:
     """Ids of `count` tokens in a row from the same logits."""
     rows = [row(output_index=index, **params) for index in range(count)]
-    return sampler.sample(torch.tensor(logits).expand(count, -1), rows).token_ids
+    return sample(torch.tensor(logits).repeat(count, 1), rows).token_ids
 
 
 def fixed_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
@@ -93,8 +98,8 @@ def test_b53_b54_top_k_beyond_the_vocabulary_or_off_draws_as_without(top_k: int)
     neighbours = [row(temperature=0.0), row(top_k=1, seed=3)]
     plain = [row(seed=index) for index in range(62)]
     wide = [row(seed=index, top_k=top_k) for index in range(62)]
-    expected = sampler.sample(logits, neighbours + plain).token_ids
-    assert sampler.sample(logits, neighbours + wide).token_ids == expected
+    expected = sample(logits, neighbours + plain).token_ids
+    assert sample(logits, neighbours + wide).token_ids == expected
     assert expected[:2] == logits[:2].argmax(-1).tolist()
     assert len(set(draws(logits[0].tolist(), 200, top_k=top_k))) > 1
 
@@ -131,9 +136,9 @@ def test_b56_b59_neighbours_never_change_a_rows_token_or_logprobs(
     rows: list[dict[str, Any]], logits_seed: int
 ) -> None:
     logits = fixed_logits(len(rows), 64, logits_seed)
-    together = sampler.sample(logits, [row(**params) for params in rows])
+    together = sample(logits, [row(**params) for params in rows])
     for index, params in enumerate(rows):
-        alone = sampler.sample(logits[index : index + 1], [row(**params)])
+        alone = sample(logits[index : index + 1], [row(**params)])
         assert alone.token_ids == together.token_ids[index : index + 1]
         assert alone.logprobs == together.logprobs[index : index + 1]
 
@@ -155,7 +160,7 @@ def test_b62_other_seeds_and_other_places_draw_other_tokens() -> None:
 def test_b58_masked_ids_are_not_chosen_even_when_they_are_most_likely() -> None:
     logits = torch.tensor([[1.0, 100.0, 2.0], [1.0, 100.0, 2.0]])
     rows = [row(temperature=0.0, masked_ids=(1,)), row(temperature=0.0)]
-    assert sampler.sample(logits, rows).token_ids == [2, 1]
+    assert sample(logits, rows).token_ids == [2, 1]
     assert set(draws([1.0, 100.0, 2.0], 50, masked_ids=(1,))) == {0, 2}
 
 
@@ -166,7 +171,7 @@ def test_a_row_that_is_not_finite_errs_alone(bad: float, temperature: float) -> 
     dirty = clean.clone()
     dirty[1, 5] = bad
     rows = [row(temperature=temperature, seed=index, top_p=0.9, logprobs=2) for index in range(3)]
-    expected, result = sampler.sample(clean, rows), sampler.sample(dirty, rows)
+    expected, result = sample(clean, rows), sample(dirty, rows)
     assert result.errors == [None, sampler.NOT_FINITE, None]
     assert result.logprobs[1] is None
     for index in (0, 2):

@@ -14,6 +14,7 @@ from executor.sequences import (
     FinishedSequence,
     NewSequence,
     PlanError,
+    PromptLogprobs,
     Sampled,
     SamplingParams,
     SequenceTable,
@@ -49,9 +50,12 @@ def new(
 ) -> NewSequence:
     token_ids = tuple(token_ids)
     unsupported = sampling.pop("unsupported", ())
+    wanted_from = sampling.pop("prompt_logprobs_from", None)
     params = SamplingParams(**{"max_tokens": 8, **sampling})
     num_prompt = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-    return NewSequence(seq_id, token_ids, num_prompt, num_computed, tuple(block_ids), params, unsupported)
+    return NewSequence(
+        seq_id, token_ids, num_prompt, num_computed, tuple(block_ids), params, unsupported, wanted_from
+    )
 
 
 def plan(
@@ -291,6 +295,21 @@ def test_a_row_that_cannot_be_sampled_ends_with_its_error_and_its_neighbour_goes
         ({"stop_token_ids": frozenset({100})}, "stop_token_ids holds 100"),
         ({"stop_token_ids": frozenset({-1})}, "stop_token_ids holds -1"),
         ({"logprobs": 21}, "logprobs is 21"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty is nan"),
+        ({"repetition_penalty": 100.5}, "at most 100"),
+        ({"presence_penalty": -2.1}, "presence_penalty is -2.1"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
+        ({"logit_bias": ((5, 101.0),)}, "logit_bias of token 5 is 101.0"),
+        ({"logit_bias": ((5, math.nan),)}, "logit_bias of token 5 is nan"),
+        ({"logit_bias": ((100, 1.0),)}, "logit_bias holds 100"),
+        ({"allowed_token_ids": frozenset({-1})}, "allowed_token_ids holds -1"),
+        ({"banned_token_ids": frozenset({100})}, "banned_token_ids holds 100"),
+        (
+            {"allowed_token_ids": frozenset({1}), "banned_token_ids": frozenset({1, 2})},
+            "no token is left to choose",
+        ),
         ({"unsupported": ("adapter",)}, "adapter is not supported"),
     ],
 )
@@ -305,6 +324,101 @@ def test_b55_a_request_that_cannot_be_computed_ends_with_a_sentence(
 @pytest.mark.parametrize("top_k", [0, 100, 10**7, 2**31 - 1, 2**63 - 1])
 def test_b53_a_top_k_above_the_vocabulary_is_no_error(top_k: int) -> None:
     assert run(table(), plan(1, admitted=(new(1, top_k=top_k),))).errors == ()
+
+
+# --- what a request changes of its logits -----------------------------------------------------------
+
+
+def test_a_sequence_without_wishes_has_no_adjustment() -> None:
+    (row,) = table().apply(plan(1, {1: 3}, admitted=(new(1, logprobs=2, min_tokens=1),)))
+    assert row.adjustment is None
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 2])
+def test_b09_b57_what_was_seen_is_the_same_after_a_preemption(num_known: int) -> None:
+    t, output = table(), [4, 5, 4]
+    known = (1, 2, 2, *output[:num_known])
+    admitted = new(1, known, num_prompt_tokens=3, repetition_penalty=1.5, frequency_penalty=1.0)
+    run(t, plan(1, {1: len(known)}, admitted=(admitted,)), output[num_known])
+    for step, token_id in enumerate(output[num_known + 1 :], start=2):
+        run(t, plan(step, {1: 1}, positions_sum=len(known) + step - 2), token_id)
+    step = 4 - num_known
+    (row,) = t.apply(plan(step, {1: 1}, positions_sum=len(known) + step - 2))
+    assert row.adjustment is not None
+    seen = row.adjustment.seen
+    assert seen is not None
+    assert dict(zip(seen.ids.tolist(), seen.counts.tolist(), strict=True)) == {1: 0, 2: 0, 4: 2, 5: 1}
+
+
+# --- log-probabilities of the prompt ------------------------------------------------------------------
+
+
+def stretches(t: SequenceTable, p: BatchPlan) -> list[tuple[int, list[int]] | None]:
+    return [
+        None if row.scored is None else (row.scored.first_position, row.scored.token_ids)
+        for row in t.apply(p)
+    ]
+
+
+def commit(t: SequenceTable, p: BatchPlan, *token_ids: int, told: Iterable[PromptLogprobs]) -> StepResult:
+    count = len(token_ids)
+    sampled = Sampled(list(token_ids), [None] * count, [None] * count)
+    return t.commit(p, list(p.seq_ids)[:count], sampled, list(told))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        ([5], [(1, [11, 12, 13, 14])]),
+        ([1, 1, 1, 1, 1], [(1, [11]), (2, [12]), (3, [13]), (4, [14]), None]),
+        ([2, 3], [(1, [11, 12]), (3, [13, 14])]),
+        ([4, 1], [(1, [11, 12, 13, 14]), None]),
+    ],
+)
+def test_b71_each_chunk_tells_of_the_tokens_behind_its_own(
+    chunks: list[int], expected: list[tuple[int, list[int]] | None]
+) -> None:
+    t, first, got = table(), 0, []
+    for step, chunk in enumerate(chunks, start=1):
+        admitted = (new(1, range(10, 15), prompt_logprobs_from=1),) if step == 1 else ()
+        p = plan(step, {1: chunk}, admitted=admitted, positions_sum=first)
+        (stretch,) = stretches(t, p)
+        got.append(stretch)
+        told = [] if stretch is None else [PromptLogprobs(1, stretch[0], [])]
+        result = commit(t, p, *[42] * (first + chunk == 5), told=told)
+        assert list(result.prompt_logprobs) == told
+        first += chunk
+    assert got == expected
+
+
+def test_prompt_logprobs_begin_where_they_are_wanted_and_end_with_the_prompt() -> None:
+    t = table()
+    admitted = (
+        new(1, range(10, 17), num_prompt_tokens=5, num_computed=2, prompt_logprobs_from=3),
+        new(2, range(10, 14), prompt_logprobs_from=4),  # that is no position of its prompt
+        new(3, (10,), prompt_logprobs_from=1),
+    )
+    p = plan(1, {1: 5, 2: 4, 3: 1}, admitted=admitted, positions_sum=2)
+    assert stretches(t, p) == [(3, [13, 14]), None, None]
+
+
+@pytest.mark.parametrize(("num_computed", "wanted_from"), [(0, 0), (4, 4), (4, 1)])
+def test_a_distribution_that_was_computed_elsewhere_cannot_be_asked_for(
+    num_computed: int, wanted_from: int
+) -> None:
+    asked = new(1, range(10, 16), num_computed=num_computed, prompt_logprobs_from=wanted_from)
+    with pytest.raises(PlanError, match="prompt_logprobs_from of sequence 1"):
+        table().apply(plan(1, admitted=(asked,)))
+
+
+def test_a_prompt_whose_logits_are_no_numbers_ends_with_an_error_and_tells_nothing() -> None:
+    t = table()
+    p = plan(1, {1: 2, 2: 3}, admitted=(new(1, prompt_logprobs_from=1), new(2, prompt_logprobs_from=1)))
+    t.apply(p)
+    sampled = Sampled([42], [None], [None])
+    result = t.commit(p, [2], sampled, [PromptLogprobs(2, 1, [])])
+    assert [(e.seq_id, e.status_code) for e in result.errors] == [(1, INTERNAL)]
+    assert (result.seq_ids, [told.seq_id for told in result.prompt_logprobs]) == ((2,), [2])
 
 
 # --- the scheduler's faults -------------------------------------------------------------------------

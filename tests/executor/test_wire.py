@@ -75,10 +75,6 @@ def test_zero_is_not_absent() -> None:
     ("new", "named"),
     [
         ({"adapter": "x"}, "adapter"),
-        ({"prompt_logprobs_from": 0}, "prompt_logprobs_from"),
-        ({"sampling": common_pb2.SamplingParams(repetition_penalty=1.1)}, "repetition_penalty"),
-        ({"sampling": common_pb2.SamplingParams(logit_bias={1: 2.0})}, "logit_bias"),
-        ({"sampling": common_pb2.SamplingParams(json_schema="{}")}, "json_schema"),
     ],
 )
 def test_options_that_are_not_served_are_named(new: dict[str, object], named: str) -> None:

@@ -75,6 +75,24 @@ async def test_b10_a_sampled_stream_is_one_generation(tight: Cluster, tiny_clust
     check_quiet(tight)
 
 
+@DOORS
+async def test_b09_b11_penalties_and_prompt_logprobs_are_the_same_after_a_recompute(
+    door: str, tight: Cluster, tiny_cluster: Cluster
+) -> None:
+    messages = four(
+        repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.2, logprobs=1, prompt_logprobs=1
+    )
+    alone = await one_by_one(tiny_cluster, messages)
+    before = tight.load().num_preemptions
+    together = await all_at_once(tight, door, messages)
+    assert tight.load().num_preemptions > before
+    for right, answer in zip(alone, together, strict=True):
+        assert answer.token_ids == right.token_ids
+        assert answer.choice.logprobs == right.choice.logprobs
+        assert answer.prompt_logprobs == right.prompt_logprobs != []
+    check_quiet(tight)
+
+
 async def test_b11_there_is_one_logprob_for_each_token(tight: Cluster, tiny_cluster: Cluster) -> None:
     messages = four(logprobs=2)
     alone = await one_by_one(tiny_cluster, messages)

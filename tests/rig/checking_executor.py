@@ -38,6 +38,11 @@ def expected_output(request: Request, start: TokenIds | None = None) -> tuple[li
         output.append(token)
 
 
+def prompt_report(position: int, token_id: int) -> object:
+    """What stands for the log-probability of a prompt's token."""
+    return ("prompt", position, token_id)
+
+
 def capacity(**overrides: int) -> Capacity:
     values = {
         "num_blocks": 64,
@@ -117,6 +122,9 @@ class CheckingExecutor:
             max_len, ignore_eos = new.num_prompt_tokens + request.max_tokens, request.ignore_eos
             assert new.num_prompt_tokens == len(request.prompt_token_ids)
         token_ids = array("I", new.token_ids)
+        if new.prompt_logprobs_from is not None:
+            assert request is not None, "padding wants no log-probabilities"
+            assert new.num_computed_tokens < new.prompt_logprobs_from < new.num_prompt_tokens
         self.held[new.seq_id] = _Held(
             new, token_ids, list(new.block_ids), new.num_computed_tokens, max_len, ignore_eos
         )
@@ -171,6 +179,14 @@ class CheckingExecutor:
             slot = self._slot(item, position)
             assert self.holders[slot // self.capacity.block_size] == 1, "a row writes into a shared block"
             self.slots[slot] = item.token_ids[position]
+        if item.new.prompt_logprobs_from is not None:
+            told = range(
+                max(item.num_computed + 1, item.new.prompt_logprobs_from),
+                min(end + 1, item.new.num_prompt_tokens),
+            )
+            if told:
+                entries = [prompt_report(position, item.token_ids[position]) for position in told]
+                result.prompt_logprobs[seq_id] = (told[0], entries)
         item.num_computed = end
         context = array("I", [self.slots[self._slot(item, position)] for position in range(end)])
         assert context == item.token_ids[:end], f"sequence {seq_id} reads somebody else's context"

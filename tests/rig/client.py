@@ -40,6 +40,7 @@ class Answer:
     accepted: router_pb2.Accepted
     choices: list[Choice]
     num_deltas: int = 0
+    prompt_logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
 
     @property
     def choice(self) -> Choice:
@@ -98,6 +99,7 @@ class Client:
                 _checked(Choice(list(item.token_ids), item.text, list(item.logprobs), item.finished))
                 for item in response.choices
             ],
+            prompt_logprobs=list(response.prompt_info.logprobs),
         )
 
     async def generate(self, message: router_pb2.GenerateRequest, timeout_seconds: float = 60.0) -> Answer:
@@ -128,6 +130,9 @@ def _take(answer: Answer, event: router_pb2.GenerateEvent) -> None:
     match event.WhichOneof("event"):
         case "accepted":
             raise AssertionError("Accepted came twice")
+        case "prompt_info":
+            assert answer.num_deltas == 0, "PromptInfo came after a delta"
+            answer.prompt_logprobs += event.prompt_info.logprobs
         case "delta":
             delta = event.delta
             choice = answer.choices[delta.index]

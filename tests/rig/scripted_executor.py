@@ -29,7 +29,16 @@ import numpy as np
 from executor import servicer
 from executor.device import EpochWork, StepTimings
 from executor.inputs import SampleRow, StepInputs
-from executor.sequences import BatchPlan, NewSequence, Sampled, SamplingParams, StepResult, TokenLogprobs
+from executor.sequences import (
+    BatchPlan,
+    NewSequence,
+    PromptLogprobs,
+    PromptStretch,
+    Sampled,
+    SamplingParams,
+    StepResult,
+    TokenLogprobs,
+)
 from rpc import log, server
 from rpc.settings import ServiceSettings
 from tests.rig.service_process import ServiceProcess
@@ -88,6 +97,8 @@ class Script:
     """Time of a step: `step_seconds` and this for each of its tokens."""
     model_fingerprint: str = "scripted"
     tokenizer_fingerprint: str = ""
+    features: tuple[str, ...] = ("logprobs", "prompt_logprobs")
+    """What is told. Scripted logits are sampled with penalties, bias and lists; scripted ids are not."""
     requests: tuple[RequestScript, ...] = ()
     faults: tuple[Fault, ...] = ()
     log_path: str = ""
@@ -111,7 +122,8 @@ class Script:
         )
         faults = tuple(Fault(**entry) for entry in raw.pop("faults", ()))
         eos_token_ids = tuple(raw.pop("eos_token_ids", cls().eos_token_ids))
-        return cls(requests=requests, faults=faults, eos_token_ids=eos_token_ids, **raw)
+        features = tuple(raw.pop("features", cls().features))
+        return cls(requests=requests, faults=faults, eos_token_ids=eos_token_ids, features=features, **raw)
 
 
 # --- the tests' side --------------------------------------------------------------------------------
@@ -181,6 +193,7 @@ class _Fingerprints:
 @dataclass(frozen=True, slots=True)
 class _Output:
     sampled: Sampled
+    prompt_logprobs: list[PromptLogprobs]
     forward_us: int
     sample_us: int
 
@@ -190,7 +203,7 @@ class ScriptedRunner:
 
     dtype = "float32"
     device = "scripted"
-    features = ("logprobs",)
+    matcher_of = None
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -200,6 +213,7 @@ class ScriptedRunner:
         self.vocab_size = script.vocab_size
         self.eos_token_ids = script.eos_token_ids
         self.row_invariant = script.row_invariant
+        self.features = script.features
         self.fingerprints = _Fingerprints(script.model_fingerprint, script.tokenizer_fingerprint)
         self._slots = np.full(script.num_blocks * script.block_size, -1, dtype=np.int64)
         self._num_steps = 0
@@ -242,6 +256,7 @@ class ScriptedRunner:
         ended = time.perf_counter_ns()
         return _Output(
             Sampled([s[0] for s in sampled], [s[1] for s in sampled], [s[2] for s in sampled]),
+            [_prompt_logprobs(scored.stretch) for scored in inputs.scored],
             (forwarded - started) // 1000,
             (ended - forwarded) // 1000,
         )
@@ -291,6 +306,15 @@ def _certain(token_id: int, params: SamplingParams) -> TokenLogprobs | None:
         return None
     top = (token_id,) if params.logprobs > 0 else ()
     return TokenLogprobs(token_id, 0.0, 1, top, (0.0,) * len(top))
+
+
+def _prompt_logprobs(stretch: PromptStretch) -> PromptLogprobs:
+    """A token of a prompt has minus its position, so that one in the wrong place shows."""
+    reports = []
+    for position, token_id in enumerate(stretch.token_ids, stretch.first_position):
+        top = (token_id,) if stretch.num_top > 0 else ()
+        reports.append(TokenLogprobs(token_id, -float(position), 1, top, (-float(position),) * len(top)))
+    return PromptLogprobs(stretch.seq_id, stretch.first_position, reports)
 
 
 def _bring_about(fault: Fault) -> None:

@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from router import model_files
-from router.chat import MAX_CHARACTERS, ChatError, ChatMessage, ChatTemplate, TemplateError
+from router.chat import MAX_CHARACTERS, ChatError, ChatMessage, ChatTemplate, TemplateError, ToolCall
 from router.tokenizer import Tokenizer
 from tests.rig import tiny_model
 from tests.router.real_model import REAL_MODEL, needs_real_model
@@ -60,6 +60,10 @@ def test_the_text_is_that_of_transformers(
         {"role": m.role, "content": m.content} | ({"name": m.name} if m.name else {}) for m in CONVERSATION
     ]
     tools = TOOLS if with_tools else []
+    if with_tools and "tools" not in source:
+        with pytest.raises(ChatError, match=r"chat\.tools: the model's chat template does not know tools"):
+            render(source, CONVERSATION, tools)
+        return
     expected = oracle.apply_chat_template(
         dicts,
         tools=[json.loads(tool) for tool in tools] or None,
@@ -124,12 +128,83 @@ def test_no_messages_are_refused() -> None:
 @pytest.mark.parametrize("tool", ["", "{", "nonsense", "[" * 100_000])
 def test_a_tool_that_is_not_json_is_named(tool: str) -> None:
     with pytest.raises(ChatError, match=r"chat\.tools\[1\] is not JSON"):
-        render("x", HI, ["{}", tool])
+        render("{{ tools }}", HI, ["{}", tool])
 
 
 def test_a_broken_template_is_refused_at_the_start_with_its_line() -> None:
     with pytest.raises(TemplateError, match="line 2"):
         ChatTemplate("ok\n{% for %}", {})
+
+
+CALLS = [
+    ChatMessage("user", "Weather?"),
+    ChatMessage(
+        "assistant", "", tool_calls=[ToolCall("c1", "weather", '{"city": "Zürich", "days": [1, 2]}')]
+    ),
+    ChatMessage("tool", "rain", name="weather", tool_call_id="c1"),
+]
+CALLS_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %}>"
+    "{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.type }} {{ c.function.name }} "
+    "{{ c.function.arguments | tojson }} {{ c.function.arguments.city }}]{% endfor %}{% endfor %}"
+)
+
+
+def test_calls_and_their_answers_are_as_transformers_shows_them(oracle: PreTrainedTokenizerFast) -> None:
+    function = {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}
+    dicts = [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "c1"},
+    ]
+    expected = oracle.apply_chat_template(dicts, chat_template=CALLS_TEMPLATE, tokenize=False)
+    assert render(CALLS_TEMPLATE, CALLS) == expected
+    assert 'weather {"city": "Zürich", "days": [1, 2]} Zürich]' in expected
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[]", "5", "[" * 100_000])
+def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
+    turn = ChatMessage("assistant", "", tool_calls=[ToolCall("", "f", arguments)])
+    with pytest.raises(ChatError, match=r"tool_calls\[0\]\.arguments"):
+        render("x", [turn])
+
+
+@pytest.mark.parametrize("said", ["The answer", "  The answer ", "a\n\nb\n", "<|im_end|> x"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        tiny_model.CHAT_TEMPLATE,
+        "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} [end]{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+    ],
+)
+def test_the_last_message_is_continued_as_by_transformers(
+    oracle: PreTrainedTokenizerFast, source: str, said: str
+) -> None:
+    messages = [ChatMessage("user", "The answer"), ChatMessage("assistant", said)]
+    expected = oracle.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in messages],
+        chat_template=source,
+        continue_final_message=True,
+        tokenize=False,
+    )
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    rendered = template.render(messages, [], add_generation_prompt=False, continue_final_message=True)
+    assert rendered == expected
+
+
+@pytest.mark.parametrize(("source", "said"), [("x", "abc"), ("{{ messages[-1].content | upper }}", "a")])
+def test_what_the_template_does_not_show_cannot_be_continued(source: str, said: str) -> None:
+    template = ChatTemplate(source, {})
+    with pytest.raises(ChatError, match=r"chat\.continue_final_message"):
+        template.render(
+            [ChatMessage("assistant", said)], [], add_generation_prompt=False, continue_final_message=True
+        )
 
 
 @pytest.mark.model

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.chat import ChatMessage
+from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.validation import (
     Chat,
     Conversation,
@@ -18,6 +19,7 @@ from router.validation import (
     Limits,
     SamplingRequest,
     ValidRequest,
+    check_prompt_logprobs,
     check_token_ids,
     checked,
     fitted,
@@ -253,12 +255,124 @@ def test_b102_max_tokens_in_the_billions_is_refused() -> None:
     assert_refused(refusal(max_tokens=2**31 - 1), "sampling.max_tokens", 2**31 - 1, 128)
 
 
-@pytest.mark.parametrize("name", ["prompt_logprobs", "repetition_penalty", "logit_bias", "json_schema"])
-def test_b99_fields_not_served_yet_are_refused_by_name(name: str) -> None:
-    error = refusal(unserved=(name,))
+EVERYTHING = Limits(
+    max_total_tokens=128,
+    vocab_size=272,
+    eos_token_ids=frozenset({257, 259}),
+    features=frozenset({"prompt_logprobs", "penalties", "logit_bias", "token_lists"}),
+)
+WISHES: list[tuple[str, Any, str]] = [
+    ("prompt_logprobs", 0, "prompt_logprobs"),
+    ("repetition_penalty", 1.1, "penalties"),
+    ("presence_penalty", -2.0, "penalties"),
+    ("frequency_penalty", 2.0, "penalties"),
+    ("logit_bias", {0: 100.0, 271: -100.0}, "logit_bias"),
+    ("allowed_token_ids", [0, 271, 0], "token_lists"),
+    ("banned_token_ids", [5], "token_lists"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "feature"), WISHES)
+def test_a_wish_is_served_where_every_executor_can_and_refused_by_name_where_not(
+    name: str, value: Any, feature: str
+) -> None:
+    assert valid(limits=EVERYTHING, **{name: value})
+    error = refusal(limits=replace(EVERYTHING, features=EVERYTHING.features - {feature}), **{name: value})
     assert error.code is grpc.StatusCode.UNIMPLEMENTED
     assert error.field == f"sampling.{name}"
-    assert f"sampling.{name}" in error.message
+    assert repr(feature) in error.message
+
+
+def test_b54_what_is_off_needs_no_ability() -> None:
+    sampling = valid(
+        repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=-0.0, logit_bias={},
+        allowed_token_ids=[], banned_token_ids=[],
+    ).sampling  # fmt: skip
+    assert sampling == valid().sampling
+
+
+def test_lists_are_in_force_sorted_and_without_doubles() -> None:
+    sampling = valid(
+        limits=EVERYTHING, logit_bias={9: 1.0, 3: -1.0}, allowed_token_ids=[7, 3, 7], banned_token_ids=[9, 9]
+    ).sampling
+    assert sampling.logit_bias == ((3, -1.0), (9, 1.0))
+    assert (sampling.allowed_token_ids, sampling.banned_token_ids) == ((3, 7), (9,))
+
+
+@pytest.mark.parametrize("value", [*NOT_A_NUMBER, 0.0, -1.0, 100.5, 1e30])
+def test_b55_a_repetition_penalty_out_of_range_is_refused(value: float) -> None:
+    error = refusal(limits=EVERYTHING, repetition_penalty=value)
+    assert_refused(error, "sampling.repetition_penalty", value, "more than 0", 100)
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("value", [*NOT_A_NUMBER, -2.01, 2.01, 1e30])
+def test_b55_the_other_penalties_go_from_minus_two_to_two(name: str, value: float) -> None:
+    assert_refused(refusal(limits=EVERYTHING, **{name: value}), f"sampling.{name}", value, -2, 2)
+
+
+@pytest.mark.parametrize("value", [*NOT_A_NUMBER, -100.1, 101.0])
+def test_b55_a_bias_out_of_range_is_refused_naming_its_token(value: float) -> None:
+    error = refusal(limits=EVERYTHING, logit_bias={3: 1.0, 4: value})
+    assert_refused(error, "sampling.logit_bias", "token 4", value, -100, 100)
+
+
+@pytest.mark.parametrize("wrong", [-1, 272, 2**40])
+def test_b97_listed_ids_outside_the_vocabulary_are_refused(wrong: int) -> None:
+    assert_refused(refusal(limits=EVERYTHING, logit_bias={wrong: 1.0}), "sampling.logit_bias", wrong, 271)
+    for name in ("allowed_token_ids", "banned_token_ids"):
+        assert_refused(refusal(limits=EVERYTHING, **{name: [5, wrong]}), f"sampling.{name}", wrong, 271)
+
+
+def test_b101_long_lists_of_tokens_are_refused_with_their_limit() -> None:
+    many = dict.fromkeys(range(4097), 1.0)
+    assert_refused(refusal(limits=EVERYTHING, logit_bias=many), "sampling.logit_bias", 4097, 4096)
+    for name in ("allowed_token_ids", "banned_token_ids"):
+        assert_refused(refusal(limits=EVERYTHING, **{name: [1] * 10**6}), f"sampling.{name}", 10**6, 4096)
+
+
+def test_lists_that_leave_nothing_to_choose_are_refused() -> None:
+    error = refusal(limits=EVERYTHING, allowed_token_ids=[1, 2], banned_token_ids=[1, 2, 3])
+    assert_refused(error, "sampling.banned_token_ids", "no token to choose")
+    error = refusal(limits=EVERYTHING, banned_token_ids=range(272))
+    assert_refused(error, "sampling.banned_token_ids", "no token to choose")
+    assert valid(limits=EVERYTHING, banned_token_ids=range(271))
+
+
+def test_b58_end_tokens_alone_cannot_fill_min_tokens() -> None:
+    only_ends = {"limits": EVERYTHING, "allowed_token_ids": [257, 7], "stop_token_ids": [7]}
+    assert_refused(refusal(min_tokens=1, **only_ends), "sampling.min_tokens", "end tokens")
+    assert valid(min_tokens=0, **only_ends)
+    assert valid(min_tokens=1, ignore_eos=True, **only_ends)
+    all_but_ends = [token_id for token_id in range(272) if token_id not in EVERYTHING.eos_token_ids]
+    error = refusal(limits=EVERYTHING, min_tokens=1, banned_token_ids=all_but_ends)
+    assert_refused(error, "sampling.min_tokens", "end tokens")
+
+
+@pytest.mark.parametrize("value", [-1, 21, 2**31 - 1])
+def test_prompt_logprobs_go_to_twenty(value: int) -> None:
+    error = refusal(limits=EVERYTHING, prompt_logprobs=value)
+    assert_refused(error, "sampling.prompt_logprobs", value, 0, 20)
+
+
+def test_b101_length_times_alternatives_has_a_limit() -> None:
+    check_prompt_logprobs(131_072)
+    with pytest.raises(RequestError) as raised:
+        check_prompt_logprobs(131_073)
+    assert_refused(raised.value, "sampling.prompt_logprobs", 131_073, 131_072)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "name"),
+    [(JsonSchema("{}"), "json_schema"), (Regex("a"), "regex"), (Choice(["a"]), "choice")],
+)
+def test_b99_a_constraint_needs_executors_that_can_and_an_end_token(
+    constraint: Constraint, name: str
+) -> None:
+    error = refusal(constraint=constraint)
+    assert error.code is grpc.StatusCode.UNIMPLEMENTED
+    assert error.field == f"sampling.{name}"
+    assert refusal(constraint=constraint, ignore_eos=True).field == "sampling.ignore_eos"
 
 
 def test_resume_is_refused_by_name() -> None:

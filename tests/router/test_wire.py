@@ -1,5 +1,7 @@
 """Proto types and local types: presence is kept, strangers are refused, numbers agree."""
 
+from dataclasses import replace
+
 import grpc
 import pytest
 
@@ -7,7 +9,8 @@ from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from router import scheduler_session as session
 from router import wire
 from router.call import failure
-from router.request_log import End, FinishReason, TokenLogprobs
+from router.constraints import Choice, Constraint, JsonSchema, Regex
+from router.request_log import End, FinishReason, SamplingParams, TokenLogprobs
 from router.validation import Conversation, SamplingRequest
 from rpc.errors import RequestError
 from tests.router.test_request_log import new_log, sampling
@@ -22,14 +25,38 @@ def with_unknown_field(message: common_pb2.SamplingParams | router_pb2.GenerateR
 
 def test_absent_and_zero_are_told_apart() -> None:
     absent = wire.generate_request(router_pb2.GenerateRequest())
-    assert absent.sampling == SamplingRequest(stop_token_ids=absent.sampling.stop_token_ids)
+    lists = ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
+    assert not any(getattr(absent.sampling, name) for name in lists)
+    assert replace(absent.sampling, **dict.fromkeys(lists, ())) == SamplingRequest()
     assert absent.prompt is None
     zeros = common_pb2.SamplingParams(
-        temperature=0, top_p=0, top_k=0, min_p=0, seed=0, max_tokens=0, min_tokens=0, logprobs=0
-    )
+        temperature=0, top_p=0, top_k=0, min_p=0, seed=0, max_tokens=0, min_tokens=0, logprobs=0,
+        prompt_logprobs=0, repetition_penalty=0, presence_penalty=0, frequency_penalty=0,
+    )  # fmt: skip
     got = wire.generate_request(router_pb2.GenerateRequest(sampling=zeros)).sampling
     assert [got.temperature, got.top_p, got.top_k, got.min_p, got.seed] == [0, 0, 0, 0, 0]
-    assert [got.max_tokens, got.min_tokens, got.logprobs] == [0, 0, 0]
+    assert [got.max_tokens, got.min_tokens, got.logprobs, got.prompt_logprobs] == [0, 0, 0, 0]
+    assert [got.repetition_penalty, got.presence_penalty, got.frequency_penalty] == [0, 0, 0]
+
+
+def test_what_is_off_is_not_asked_of_executors_and_what_is_on_arrives() -> None:
+    off = SamplingParams(
+        temperature=1, top_p=1, top_k=0, min_p=0, seed=1, max_tokens=1, min_tokens=0, ignore_eos=False,
+        stop_token_ids=(), logprobs=None,
+    )  # fmt: skip
+    newer = {"prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    newer |= {"logit_bias", "allowed_token_ids", "banned_token_ids"}
+    assert not newer & {field.name for field, _ in wire.sampling_params(off).ListFields()}
+    on = replace(
+        off, prompt_logprobs=0, repetition_penalty=1.5, presence_penalty=-1.0, frequency_penalty=0.5,
+        logit_bias=((3, -2.0), (7, 100.0)), allowed_token_ids=(3, 7), banned_token_ids=(8,),
+    )  # fmt: skip
+    message = wire.sampling_params(on)
+    assert newer <= {field.name for field, _ in message.ListFields()}
+    got = wire.generate_request(router_pb2.GenerateRequest(sampling=message)).sampling
+    assert (got.prompt_logprobs, got.repetition_penalty, got.presence_penalty) == (0, 1.5, -1.0)
+    assert (got.frequency_penalty, got.logit_bias) == (0.5, {3: -2.0, 7: 100.0})
+    assert (list(got.allowed_token_ids), list(got.banned_token_ids)) == ([3, 7], [8])
 
 
 def test_each_kind_of_prompt_is_told_apart_even_when_it_is_empty() -> None:
@@ -43,29 +70,6 @@ def test_each_kind_of_prompt_is_told_apart_even_when_it_is_empty() -> None:
     closed = wire.prompt(router_pb2.GenerateRequest(chat=router_pb2.Chat(add_generation_prompt=False)))
     assert isinstance(closed, Conversation)
     assert not closed.add_generation_prompt
-
-
-@pytest.mark.parametrize(
-    ("params", "names"),
-    [
-        (common_pb2.SamplingParams(prompt_logprobs=0), ("prompt_logprobs",)),
-        (common_pb2.SamplingParams(repetition_penalty=1), ("repetition_penalty",)),
-        (
-            common_pb2.SamplingParams(presence_penalty=0, frequency_penalty=0),
-            ("presence_penalty", "frequency_penalty"),
-        ),
-        (common_pb2.SamplingParams(logit_bias={5: 1.0}), ("logit_bias",)),
-        (common_pb2.SamplingParams(allowed_token_ids=[1]), ("allowed_token_ids",)),
-        (common_pb2.SamplingParams(banned_token_ids=[-1]), ("banned_token_ids",)),
-        (common_pb2.SamplingParams(json_schema=""), ("json_schema",)),
-        (common_pb2.SamplingParams(regex="("), ("regex",)),
-        (common_pb2.SamplingParams(choice=common_pb2.Choices()), ("choice",)),
-    ],
-)
-def test_b99_fields_that_are_not_served_are_named_when_they_are_set(
-    params: common_pb2.SamplingParams, names: tuple[str, ...]
-) -> None:
-    assert wire.generate_request(router_pb2.GenerateRequest(sampling=params)).sampling.unserved == names
 
 
 def test_fields_that_the_contract_does_not_have_are_refused_where_they_stand() -> None:
@@ -225,3 +229,31 @@ def test_an_end_without_a_known_reason_ends_the_stream(reason: int) -> None:
 
 def test_a_message_that_only_a_newer_scheduler_knows_is_ignored() -> None:
     assert wire.scheduler_message(scheduler_pb2.SchedulerMessage()) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "constraint"),
+    [
+        (common_pb2.SamplingParams(), None),
+        (common_pb2.SamplingParams(json_schema=""), JsonSchema("")),
+        (common_pb2.SamplingParams(regex="("), Regex("(")),
+        (common_pb2.SamplingParams(choice=common_pb2.Choices(values=["a", "b"])), Choice(["a", "b"])),
+    ],
+)
+def test_constraints_are_read_and_handed_on(
+    params: common_pb2.SamplingParams, constraint: Constraint | None
+) -> None:
+    read = wire.generate_request(router_pb2.GenerateRequest(sampling=params)).sampling.constraint
+    assert read == constraint
+    kept = Choice(tuple(constraint.values)) if isinstance(constraint, Choice) else constraint
+    sent = wire.sampling_params(sampling(constraint=kept))
+    assert sent.WhichOneof("constraint") == params.WhichOneof("constraint")
+    assert sent.choice == params.choice
+
+
+def test_a_conversation_that_is_continued_opens_no_answer() -> None:
+    chat = router_pb2.Chat(continue_final_message=True)
+    read = wire.text_or_chat(router_pb2.TokenizeRequest(chat=chat))
+    assert isinstance(read, Conversation)
+    assert read.continue_final_message
+    assert not read.add_generation_prompt

@@ -201,8 +201,10 @@ class _RouterStream:
             return
         if not self._is_welcomed and scheduler.is_serving and scheduler.capacity is not None:
             self._is_welcomed = True
-            limit = scheduler.core.max_total_tokens
-            self._end.send(wire.welcome_message(scheduler.name, 1, limit, scheduler.capacity))
+            core, capacity = scheduler.core, scheduler.capacity
+            self._end.send(
+                wire.welcome_message(scheduler.name, 1, core.max_total_tokens, capacity, core.features)
+            )
         if self._told != scheduler.is_serving:
             self._told = scheduler.is_serving
             self._end.send(wire.serving_message(scheduler.is_serving, "" if self._told else "no executor"))

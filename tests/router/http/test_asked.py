@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.chat import ToolCall
+from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.http import asked
 from router.http.asked import MAX_CHOICES_IN_ALL, Asked
 from router.http.fields import Fields, parsed
@@ -100,10 +102,21 @@ def test_b102_choices_are_counted_over_all_prompts() -> None:
         {"request_id": "x" * 125},
         {"best_of": 2},
         {"suffix": "end"},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_object", "x": 1}},
         {"logprobs": 6},
         {"logprobs": -1},
-        {"echo": True, "logprobs": 1},
+        {"presence_penalty": "1"},
+        {"prompt_logprobs": True},
+        {"logit_bias": [1]},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"07": 1}},
+        {"logit_bias": {"1.0": 1}},
+        {"logit_bias": {"9" * 40: 1}},
+        {"logit_bias": {"5": "1"}},
+        {"allowed_token_ids": 5},
+        {"banned_token_ids": [None]},
         {"nonsense": 1},
     ],
 )
@@ -117,20 +130,36 @@ def test_unknown_stream_options_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "off", "on"),
+    ("name", "off", "on", "meant"),
     [
-        ("presence_penalty", 0, 0.5),
-        ("frequency_penalty", 0.0, -1),
-        ("repetition_penalty", 1.0, 1.1),
-        ("logit_bias", {}, {"5": 1}),
-        ("prompt_logprobs", False, 1),
+        ("presence_penalty", 0, 0.5, 0.5),
+        ("frequency_penalty", 0.0, -1, -1.0),
+        ("repetition_penalty", 1.0, 1.1, 1.1),
+        ("logit_bias", {}, {"5": 1, "7": -2.5}, {5: 1.0, 7: -2.5}),
+        ("allowed_token_ids", [], [5, 6], (5, 6)),
+        ("banned_token_ids", [], [7], (7,)),
+        ("prompt_logprobs", False, 1, 1),
     ],
 )
-def test_what_is_not_served_yet_is_taken_when_off_and_handed_on_to_be_refused(
-    name: str, off: object, on: object
+@pytest.mark.parametrize("read", [completion, chat])
+def test_bias_penalties_and_lists_arrive_and_off_is_off(
+    read: Callable[..., Asked], name: str, off: object, on: object, meant: object
 ) -> None:
-    assert completion(**{name: off}).requests[0].sampling.unserved == ()
-    assert completion(**{name: on}).requests[0].sampling.unserved == (name,)
+    assert getattr(read(**{name: on}).requests[0].sampling, name) == meant
+    limits = Limits(max_total_tokens=512, vocab_size=272)
+    assert checked(read(**{name: off}).requests[0], model="tiny", limits=limits)
+
+
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    both = completion(echo=True, logprobs=3)
+    assert (both.requests[0].sampling.prompt_logprobs, both.echo_logprobs) == (3, 3)
+    assert not both.prompt_logprobs
+    assert both.names == {"sampling.prompt_logprobs": "logprobs"}
+    more = completion(echo=True, logprobs=0, prompt_logprobs=2)
+    assert (more.requests[0].sampling.prompt_logprobs, more.echo_logprobs) == (2, 0)
+    assert more.prompt_logprobs
+    assert completion(logprobs=3).requests[0].sampling.prompt_logprobs is None
+    assert completion(echo=True).requests[0].sampling.prompt_logprobs is None
 
 
 def test_b77_null_is_as_if_absent_for_every_field_at_once() -> None:
@@ -215,7 +244,14 @@ def test_a_message_may_be_a_list_of_texts() -> None:
         ({"role": "user", "content": 1}, "messages[0].content"),
         ({"role": "user", "content": [None]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
-        ({"role": "assistant", "content": "a", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": []}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": [None]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
+        (
+            {"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]},
+            "messages[0].tool_calls[0].type",
+        ),
     ],
 )
 def test_b98_a_wrong_message_is_refused_by_its_place(message: object, field: str) -> None:
@@ -226,7 +262,6 @@ def test_tools_go_to_the_template_as_json_unless_none_is_to_be_chosen() -> None:
     tool = {"type": "function", "function": {"name": "wetter", "description": "Grüße"}}
     assert [json.loads(text) for text in conversation(tools=[tool]).tools] == [tool]
     assert conversation(tools=[tool], tool_choice="none").tools == []
-    assert refusal(chat, tools=[tool], tool_choice="required").field == "tool_choice"
     assert refusal(chat, tools=[None]).field == "tools[0]"
     assert refusal(chat, tools=[{"x": float("nan")}]).field == "tools[0]"
 
@@ -250,6 +285,7 @@ NAMES = st.sampled_from(
         *("max_completion_tokens", "stop", "logprobs", "top_logprobs", "echo", "stream", "stream_options"),
         *("tools", "tool_choice", "response_format", "logit_bias", "timeout", "user", "suffix", "best_of"),
         *("stop_token_ids", "priority", "cache_salt", "request_id", "ignore_eos", "min_tokens"),
+        *("presence_penalty", "repetition_penalty", "allowed_token_ids", "prompt_logprobs"),
     ]
 )
 VALUES = st.recursive(
@@ -266,3 +302,97 @@ def test_b55_b97_b98_whatever_is_asked_is_a_request_or_a_refusal(
     with contextlib.suppress(RequestError):
         for request in read(parsed(json.dumps(body).encode())).requests:
             checked(request, model="tiny", limits=Limits(max_total_tokens=512, vocab_size=272))
+
+
+# --- constraints and tools --------------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, JsonSchema("{}")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": False, "schema": {"type": "null"}},
+                }
+            },
+            JsonSchema('{"type": "null"}'),
+        ),
+        ({"json_schema": {"const": "é"}}, JsonSchema('{"const": "é"}')),
+        ({"json_schema": "[]"}, JsonSchema("[]")),
+        ({"regex": "a+"}, Regex("a+")),
+        ({"choice": ["a", "b"]}, Choice(("a", "b"))),
+    ],
+)
+def test_what_an_output_is_held_to(fields: dict[str, object], constraint: Constraint | None) -> None:
+    assert completion(**fields).requests[0].sampling.constraint == constraint
+    assert chat(**fields).requests[0].sampling.constraint == constraint
+
+
+def test_b99_one_output_is_held_to_one_thing() -> None:
+    assert refusal(completion, regex="a", choice=["a"]).field == "choice"
+    assert refusal(completion, regex="a", response_format={"type": "json_object"}).field == "regex"
+    assert refusal(chat, regex="a", tools=[WEATHER], tool_choice="required").field == "regex"
+    assert refusal(completion, json_schema=5).field == "json_schema"
+    assert refusal(completion, choice=[None]).field == "choice[0]"
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish_reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],
+)
+def test_a_forced_function_holds_the_output_to_its_parameters(choice: object, finish_reason: str) -> None:
+    asked = chat(tools=[WEATHER], tool_choice=choice)
+    constraint = asked.requests[0].sampling.constraint
+    assert isinstance(constraint, JsonSchema)
+    assert json.loads(constraint.text) == WEATHER["function"]["parameters"]  # type: ignore[index]
+    assert asked.forced is not None
+    assert (asked.forced.name, asked.forced.finish_reason) == ("weather", finish_reason)
+    assert asked.names["sampling.json_schema"] == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "field"),
+    [
+        ([WEATHER, WEATHER], "required", "tool_choice"),
+        ([], "required", "tool_choice"),
+        ([WEATHER], {"type": "function", "function": {"name": "x"}}, "tool_choice"),
+        ([WEATHER], {"type": "custom"}, "tool_choice"),
+        ([WEATHER], 5, "tool_choice"),
+        ([{"type": "function"}], "required", "tools[0].function"),
+        ([{"function": {}}], "required", "tools[0].function.name"),
+        ([{"function": {"name": "f", "parameters": []}}], "required", "tools[0]"),
+    ],
+)
+def test_other_choices_of_tools_are_refused_by_name(tools: list[object], choice: object, field: str) -> None:
+    assert refusal(chat, tools=tools, tool_choice=choice).field == field
+
+
+def test_turns_of_tools_are_read() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    _, called, answered = conversation(messages=messages).messages
+    assert (called.content, called.tool_calls) == ("", (ToolCall("c1", "weather", '{"city": "Bern"}'),))
+    assert (answered.content, answered.tool_call_id) == ("rain", "c1")
+
+
+def test_the_last_message_may_be_continued() -> None:
+    assert not conversation().continue_final_message
+    continued = conversation(continue_final_message=True)
+    assert continued.continue_final_message
+    assert not continued.add_generation_prompt

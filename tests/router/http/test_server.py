@@ -25,16 +25,16 @@ async def test_without_its_libraries_the_door_says_what_brings_them(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start() as rig:
-        main._http_door(rig.intake, SETTINGS, rig.doorkeeper, None)
+        main._http_door(rig.intake, rig.pool, SETTINGS, rig.doorkeeper, None)
         monkeypatch.delitem(sys.modules, "router.http.server")
         monkeypatch.setitem(sys.modules, "uvicorn", None)
         with pytest.raises(StartError, match=r"\(uvicorn\); `pip install 'chairlift\[router,http\]'`"):
-            main._http_door(rig.intake, SETTINGS, rig.doorkeeper, None)
+            main._http_door(rig.intake, rig.pool, SETTINGS, rig.doorkeeper, None)
 
 
 async def test_a_door_that_never_opened_stops_without_a_word(start: Start) -> None:
     async with start() as rig:
-        await main._http_door(rig.intake, SETTINGS, rig.doorkeeper, None).stop()
+        await main._http_door(rig.intake, rig.pool, SETTINGS, rig.doorkeeper, None).stop()
 
 
 # --- HTTPS ------------------------------------------------------------------------------------------

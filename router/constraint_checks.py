@@ -1,0 +1,157 @@
+"""Asks, before a request is taken in, whether its output can be held to what it wants.
+
+The trial runs in a process of its own (`constraint_worker`), which is killed when it takes too long or too
+much: whatever a client sends, the event loop goes on and the router's memory stays. Answers are kept, for
+programs send the same schema with each request. The processes are started when they are first needed.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from router.constraints import Choice, Constraint, JsonSchema, Regex, field_of
+from rpc.errors import RequestError, invalid
+
+MAX_SECONDS: Final = 2.0
+"""For one trial, the process being there."""
+MAX_WAITING: Final = 256
+_START_SECONDS: Final = 60.0
+_NUM_PROCESSES: Final = 2
+_MAX_KEPT: Final = 1024
+_MAX_LINE_BYTES: Final = 1 << 20
+_RETRY_AFTER_SECONDS: Final = 1.0
+
+_log = structlog.get_logger()
+
+
+class ConstraintChecks:
+    """Trials of constraints, few at a time. Use it on one event loop, and close it."""
+
+    def __init__(self, *, max_seconds: float = MAX_SECONDS) -> None:
+        self._max_seconds = max_seconds
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._turns = asyncio.Semaphore(_NUM_PROCESSES)
+        self._faults: OrderedDict[bytes, asyncio.Task[str | None]] = OrderedDict()
+        self._num_waiting = 0
+
+    async def check(self, constraint: Constraint) -> None:
+        """Returns when an output can be held to the constraint, whose form is right.
+
+        Raises RequestError: INVALID_ARGUMENT with the library's reason, RESOURCE_EXHAUSTED when too many
+        wait.
+        """
+        asked = json.dumps(_as_asked(constraint))
+        key = hashlib.sha256(asked.encode()).digest()
+        trial = self._faults.get(key)
+        if trial is None or (trial.done() and (trial.cancelled() or trial.exception() is not None)):
+            if self._num_waiting >= MAX_WAITING:
+                raise RequestError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"{MAX_WAITING} constraints wait to be checked; try again",
+                    retry_after_seconds=_RETRY_AFTER_SECONDS,
+                )
+            self._num_waiting += 1
+            trial = self._faults[key] = asyncio.create_task(self._tried(asked))
+            if len(self._faults) > _MAX_KEPT:
+                self._faults.popitem(last=False)
+        self._faults.move_to_end(key)
+        fault = await asyncio.shield(trial)  # others may wait for it too
+        if fault is not None:
+            field = field_of(constraint)
+            raise invalid(field, f"{field} cannot be kept to: {fault}")
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for trial in self._faults.values():
+            trial.cancel()
+        for process in self._idle:
+            _kill(process)
+        self._idle.clear()
+
+    async def _tried(self, asked: str) -> str | None:
+        try:
+            async with self._process() as process:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                try:
+                    async with asyncio.timeout(self._max_seconds):
+                        process.stdin.write(asked.encode() + b"\n")
+                        line = await process.stdout.readline()
+                except TimeoutError:
+                    _kill(process)
+                    return f"it takes longer than {self._max_seconds:g} seconds to build; make it simpler"
+                if not line:
+                    _kill(process)
+                    return "it takes too much memory to build; make it simpler"
+                fault: str | None = json.loads(line)
+                return fault
+        finally:
+            self._num_waiting -= 1
+
+    @contextlib.asynccontextmanager
+    async def _process(self) -> AsyncIterator[asyncio.subprocess.Process]:
+        """One that nobody else uses; one that has ended by then is not used again."""
+        async with self._turns:
+            process = self._idle.pop() if self._idle else await _started()
+            try:
+                yield process
+            except BaseException:
+                _kill(process)
+                raise
+            if process.returncode is None and process.stdin is not None and not process.stdin.is_closing():
+                self._idle.append(process)
+
+
+async def _started() -> asyncio.subprocess.Process:
+    """A process that has said so: the time it needs to start is no trial's. Raises RequestError."""
+    root = str(Path(__file__).parents[1])
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "router.constraint_worker"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        limit=_MAX_LINE_BYTES,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            process.stdin.write(json.dumps(["choice", ["x"]]).encode() + b"\n")
+            line = await process.stdout.readline()
+    except BaseException:
+        _kill(process)
+        raise
+    if line != b"null\n":
+        _kill(process)
+        _log.error("constraint_worker_failed", said=line.decode(errors="replace"))
+        raise RequestError(grpc.StatusCode.UNAVAILABLE, "constraints cannot be checked now; try again")
+    return process
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def _as_asked(constraint: Constraint) -> list[Any]:
+    match constraint:
+        case JsonSchema(text):
+            return ["json_schema", text]
+        case Regex(pattern):
+            return ["regex", pattern]
+        case Choice(values):
+            return ["choice", values]

@@ -1,0 +1,106 @@
+"""Tries constraints out, in a process that may be killed: `python -m router.constraint_worker`.
+
+A line of JSON in, `[kind, value]`; a line of JSON out, what is wrong with it as the rest of a sentence, or
+null. The library is the executor's, with the same limits, on a vocabulary of single bytes: what it builds
+must build, and stay within the limits for a while of going on at random. The process ends when its input
+does. Its memory is limited; its time by whoever started it (`constraint_checks`).
+"""
+
+import json
+import random
+import resource
+import sys
+import time
+from typing import Any, Final
+
+import llguidance
+
+LIMITS: Final = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 20_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 20_000,
+    "verbose_errors": False,
+}
+"""As `executor.constraints` has them."""
+WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,20}"
+"""Likewise."""
+MAX_MEMORY_BYTES: Final = 1 << 30
+MAX_CPU_SECONDS: Final = 0.25
+"""For the whole trial, and so for any step of it: a step of the executor waits for its masks."""
+_MAX_STEPS: Final = 48
+_END: Final = 256
+
+
+class _Bytes:
+    """A vocabulary of the single bytes and an end token."""
+
+    bos_token_id = None
+    eos_token_id = _END
+    special_token_ids = (_END,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"</s>")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def grammar(kind: str, value: Any) -> str:
+    """A constraint whose form has been checked, in the library's own terms, as the executor puts it."""
+    match kind:
+        case "json_schema":
+            schema = json.loads(value) or {"type": "object"}
+            schema |= {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+            return json.dumps({"grammars": [{"json_schema": schema}]})
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(value)
+        case _:
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+            return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
+
+
+def fault(kind: str, value: Any, tokenizer: llguidance.LLTokenizer) -> str | None:
+    """Why an output cannot be held to the constraint, as the rest of a sentence; None when it can."""
+    began = time.process_time()
+    limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]  # of one type each
+    matcher = llguidance.LLMatcher(tokenizer, grammar(kind, value), log_level=0, limits=limits)
+    choose = random.Random(0)  # noqa: S311 - the same trial each time
+    for _ in range(_MAX_STEPS):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(_END) if mask[token // 8] >> token % 8 & 1]
+        if time.process_time() - began > MAX_CPU_SECONDS:
+            return "it takes too long to work out what may come next; make it simpler"
+        if not allowed:
+            break
+        matcher.consume_token(choose.choice(allowed))
+    if matcher.is_error():
+        return _in_one_line(matcher.get_error())
+    if matcher.is_stopped() and not matcher.is_accepting():
+        return "nothing can match it"
+    return None
+
+
+def _in_one_line(error: str) -> str:
+    """The library's reason without its drawing of where; the last line of a parser's says what is wrong."""
+    lines = [line.strip() for line in error.splitlines()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reason = said[0] if said else lines[0] if lines else ""
+    return reason[:300] if " " in reason else "nothing can match it"  # a bare name is that of an inner state
+
+
+def main() -> None:
+    """Answers until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    vocabulary = llguidance.TokenizerWrapper(_Bytes())
+    tokenizer = llguidance.LLTokenizer(vocabulary, n_vocab=_END + 1, eos_token=_END)
+    for line in sys.stdin:
+        kind, value = json.loads(line)
+        sys.stdout.write(json.dumps(fault(kind, value, tokenizer)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The live page in a headless Chromium, where there is one, and an npm that can install what drives it."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rig import cluster
+from tests.rig.client import request
+from tests.rig.cluster import Cluster
+from tests.rig.scripted_executor import Script
+
+HERE = Path(__file__).parent
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+SECONDS = 200
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(BROWSER is None, reason="there is no chromium here"),
+    pytest.mark.skipif(shutil.which("npm") is None, reason="there is no npm here"),
+]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script and what it imports."""
+    folder = tmp_path_factory.mktemp("page")
+    for name in ("package.json", "look.mjs"):
+        shutil.copy(HERE / name, folder)
+    installing = ("npm", "install", "--no-audit", "--no-fund", "--ignore-scripts")
+    installed = subprocess.run(installing, cwd=folder, capture_output=True, timeout=SECONDS, check=False)
+    if installed.returncode != 0:
+        pytest.skip(f"npm cannot install here: {installed.stderr.decode()[-200:]}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model_folder: Path) -> Iterator[Cluster]:
+    with cluster.assembling(tiny_model_folder) as running:
+        for name in ("executor", "executor-2"):  # not too quick to be seen
+            running.start_scripted_executor(Script(max_num_seqs=8, step_seconds=0.03), name=name)
+        running.start_scheduler(executors=("executor", "executor-2"))
+        running.start_router("--http", "127.0.0.1:0")
+        running.wait()
+        yield running
+
+
+def look(server: Cluster, driver: Path, *more: str) -> dict[str, Any]:
+    assert BROWSER is not None
+    url = "http://" + server.process("router").next_line().removeprefix("http on ")
+    done = subprocess.run(
+        ["node", "look.mjs", url, BROWSER, str(driver), *more],
+        cwd=driver,
+        capture_output=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_prompt_rides_and_its_story_can_be_read(server: Cluster, driver: Path) -> None:
+    seen = look(server, driver, "light", "2")
+    assert seen["errors"] == []
+    assert seen["serious"] == []
+    assert len(seen["origins"]) == 1  # nothing is asked of anybody else
+    assert seen["answer"].startswith("Rider 0")
+    assert "tokens in" in seen["state"]
+    assert "running" in " ".join(seen["story"])
+    assert seen["frozen"] == "true"
+    assert (driver / "light.png").stat().st_size > 10_000
+
+
+def test_two_executors_stand_side_by_side_in_the_dark(server: Cluster, driver: Path) -> None:
+    """Twelve choices need both: each has eight seats."""
+    seen = look(server, driver, "dark", "12")
+    assert seen["errors"] == []
+    assert seen["serious"] == []
+    assert seen["lifts"] == 2
+
+
+@pytest.mark.soak
+def test_256_seats_are_still_a_moving_picture(tiny_model_folder: Path, driver: Path) -> None:
+    with cluster.assembling(tiny_model_folder) as running:
+        running.start_scripted_executor(Script(num_blocks=100_000, max_num_seqs=256, step_seconds=0.01))
+        running.start_scheduler()
+        running.start_router("--http", "127.0.0.1:0")
+        running.wait()
+        calls = [
+            running.router.Generate(request([i, 7, 9], max_tokens=5000, n=16, ignore_eos=True))
+            for i in range(16)
+        ]
+        for call in calls:
+            next(iter(call))
+        seen = look(running, driver, "light", "1", "10")
+        assert seen["framesPerSecond"] >= 30
