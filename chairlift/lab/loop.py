@@ -140,6 +140,11 @@ class LogicalLoop:
         times = [arrival.time] if arrival is not None else []
         if self._under_way:
             times.append(self._under_way[0][0])
+            times += [
+                executor.state.held_until
+                for executor in self._executors
+                if executor.state.held_until is not None  # it plans as late as it can
+            ]
         if not self.core.is_idle:
             timer = self.core.next_timer
             if timer is not None:
@@ -183,8 +188,8 @@ class LogicalLoop:
                 plan = self.core.schedule(state.executor_id, self.now)
                 if plan is not None:
                     self._begin(executor, plan)
-                elif not state.is_hashing:  # else a long prompt waits for its names
-                    break
+                elif state.session.num_unanswered or not (state.is_hashing and self.core.waiting):
+                    break  # else a long prompt waits for its names, and nothing else will happen
 
     def _begin(self, executor: _Executor, plan: BatchPlan) -> None:
         """Its steps come one after the other. A plan without rows only tells who has gone."""

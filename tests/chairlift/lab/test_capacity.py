@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.lab.capacity import Targets, TargetsError, fewest_executors, highest_rate
@@ -18,6 +18,7 @@ def summary(first_token_p99: float, refused: int = 0) -> Summary:
     return replace(SOME, first_token_p99=first_token_p99, refused=refused)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-3, 1e5), st.floats(1e-2, 1e3))
 def test_the_highest_rate_is_found_within_the_tolerance(limit: float, start: float) -> None:
     found = highest_rate(lambda rate: summary(rate / limit), TARGETS, start=start)
@@ -26,6 +27,7 @@ def test_the_highest_rate_is_found_within_the_tolerance(limit: float, start: flo
     assert limit < found.missed_at <= found.rate * 1.02
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64))
 def test_the_fewest_executors_are_found(needed: int) -> None:
     count, _ = fewest_executors(lambda count: summary(needed / count), TARGETS, at_most=64)

@@ -200,6 +200,7 @@ def test_a_load_that_cannot_be_is_refused(load: dict[str, object], complaint: st
         Load(**load)  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 33), st.integers(0, 1 << 33), st.integers(1, 20_000))
 def test_fresh_prompts_share_no_first_token(one: int, other: int, length: int) -> None:
     assert len(fresh_prompt(one, length)) == length

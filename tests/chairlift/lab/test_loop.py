@@ -86,6 +86,7 @@ arrivals = st.lists(
     st.integers(1, 3),
     st.integers(1, 2),
     st.booleans(),
+    st.booleans(),
 )
 def test_every_token_is_delivered_or_accounted_for(
     items: list[Arrival],
@@ -95,8 +96,15 @@ def test_every_token_is_delivered_or_accounted_for(
     num_executors: int,
     window: int,
     prefix_caching: bool,
+    late_plans: bool,
 ) -> None:
-    limits = Limits(policy=policy, admission=admission, window=window, prefix_caching=prefix_caching)
+    limits = Limits(
+        policy=policy,
+        admission=admission,
+        window=window,
+        prefix_caching=prefix_caching,
+        late_plans=late_plans,
+    )
     steps: list[Step] = []
     loop = loop_of(limits, *[capacity()] * num_executors, batching=batching, seen=steps)
     records = loop.run(items)

@@ -3,7 +3,7 @@ from array import array
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.lab.step_times import (
@@ -26,6 +26,7 @@ def capacity(budget: int) -> Capacity:
     return Capacity(1000, 4, 16, budget, 4000, 1, 100)
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     budget=st.integers(1, 24),
