@@ -158,11 +158,11 @@ def _service(setup: Setup, policy: Policy) -> dict[str, Any]:
 
     services = {name: _Service(name) for name in ("one", "two")}
     loop = served(replace(setup, limits=replace(setup.limits, policy=policy)), load, on_step=note)
-    during = [gap for time, gap in gaps if 60 <= time <= seconds]
+    early, late = ([gap for time, gap in gaps if start <= time < start + 270] for start in (60, 330))
     firsts = {name: loop.records.first_token_seconds(name) for name in services}
     return {
-        "largest_gap": round(max(map(abs, during))),
-        "gap_grows_a_second": round((during[-1] - during[0]) / (seconds - 60), 2),
+        "largest_gap_early": round(max(map(abs, early))),
+        "largest_gap_late": round(max(map(abs, late))),
         "first_token_p50": {name: round(values[len(values) // 2], 1) for name, values in firsts.items()},
     }
 
@@ -195,7 +195,7 @@ def mooncake() -> dict[str, Any]:
     """
     prompts = [hashed_prompt(row, 16) for row in read_trace(DATA / "mooncake_conversation.jsonl")]
     result = {}
-    for num_blocks in (1_000, 10_000, 30_000, 50_000, 100_000, 500_000):
+    for num_blocks in (1_000, 10_000, 50_000, 100_000):
         setup = Setup(
             Linear(1, 1), num_blocks, max_num_seqs=1, max_num_batched_tokens=1 << 16, limits=Limits(window=1)
         )
