@@ -122,7 +122,7 @@ def _two_tenants(policy: Policy) -> dict[str, Any]:
     points: list[tuple[float, float, float]] = []
 
     def note(step: Step) -> None:
-        x, y = (run.core.tenants.get(name) for name in "xy")
+        x, y = (run.core.tenants.get(name, 0.0) for name in "xy")
         services = (
             INPUT_WEIGHT * item.num_input_tokens + OUTPUT_WEIGHT * item.num_output_tokens for item in (x, y)
         )

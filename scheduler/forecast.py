@@ -73,14 +73,18 @@ class LengthModel:
 
 
 def peak_blocks(members: Iterable[tuple[int, int]], block_size: int) -> int:
-    """Largest number of blocks ever held, for members of (tokens now, tokens still to come)."""
+    """Blocks expected at the peak, for members of (tokens now, tokens still to come).
+
+    An expectation, not a bound: the last block of each member is taken to be half full, as it is on average.
+    The true peak may be above it by half a block for each member, and one.
+    """
     by_remaining: Sequence[tuple[int, int]] = sorted(members, key=itemgetter(1), reverse=True)
     half_a_block = block_size // 2
     held = 0
     peak = 0
     for count, (num_tokens, remaining) in enumerate(by_remaining, start=1):
         held += num_tokens
-        # Every member that is still there has grown by `remaining`; each may leave a block half empty.
+        # Every member that is still there has grown by `remaining`; each leaves half a block empty.
         at_its_end = held + count * (remaining + half_a_block)
         peak = max(peak, at_its_end)
     return -(-peak // block_size)

@@ -115,7 +115,7 @@ def test_every_token_is_delivered_or_accounted_for(
         state.blocks.check([])
     assert len(records) == len(items)
     assert sum(records.num_output_tokens) == loop.totals.num_output_tokens
-    tenants = [loop.core.tenants.get(name) for name in "xy"]
+    tenants = [loop.core.tenants.get(name, loop.now) for name in "xy"]
     if batching is not Batching.REQUEST_PADDED:  # whose padding is charged as well
         assert sum(tenant.num_output_tokens for tenant in tenants) == loop.totals.num_output_tokens
     assert loop.totals.num_computed_tokens == loop.core.counters.scheduled_tokens
