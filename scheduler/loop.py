@@ -99,6 +99,8 @@ class SchedulerLoop:
         self.core = core
         self.watchers: set[Watcher] = set()
         self.capacity: Capacity | None = None  # of the newest executor; kept when it is lost
+        self.num_plans = 0
+        self.num_plan_bytes = 0
         self.num_models = 0  # how often the model has changed: routers must be welcomed anew
         self.term = 0
         self.last_step_id = 0
@@ -119,6 +121,11 @@ class SchedulerLoop:
     def now() -> float:
         """Seconds on the scheduler's clock: monotonic, from an arbitrary start."""
         return asyncio.get_running_loop().time()
+
+    @property
+    def num_routers(self) -> int:
+        """Routers connected."""
+        return len(self._router_wakes)
 
     # --- who is woken by what ------------------------------------------------------------------------------
 
@@ -275,7 +282,7 @@ class SchedulerLoop:
         watch.add_done_callback(lambda _: stream.cancel())
         try:
             for unanswered in state.session.resend():
-                await stream.send(wire.plan_message(unanswered))
+                await stream.send(wire.plan_message(unanswered).SerializeToString())
             while not results.done():
                 wake.clear()
                 await self._send_plans(executor_id, stream)
@@ -335,9 +342,11 @@ class SchedulerLoop:
         while True:
             plan = self.core.schedule(executor_id, self.now())
             if plan is not None:
-                message = wire.plan_message(plan)
+                message = wire.plan_message(plan).SerializeToString()
+                self.num_plans += 1
+                self.num_plan_bytes += len(message)
                 if self.watchers:
-                    self._tell_watchers(executor_id, plan, message.ByteSize())
+                    self._tell_watchers(executor_id, plan, len(message))
                 await stream.send(message)
                 if plan.step_id % AUDIT_STEPS == 0:
                     audit.check_counts(state)

@@ -115,7 +115,7 @@ class Tenant:
 class Tenants:
     """All tenants seen so far. Idle ones that nobody configured are dropped when they grow too many."""
 
-    __slots__ = ("_by_name", "_configured", "_default", "_last_service")
+    __slots__ = ("_by_name", "_configured", "_default", "_dropped_input", "_dropped_output", "_last_service")
 
     MAX_UNKNOWN = 10_000
 
@@ -125,6 +125,7 @@ class Tenants:
         self._configured = configured or {}
         self._default = default or TenantLimits()
         self._by_name: dict[str, Tenant] = {}
+        self._dropped_input = self._dropped_output = 0  # tokens of tenants that were dropped
         self._last_service = 0.0  # of who had work last: where the next one starts when all were idle
 
     def get(self, name: str) -> Tenant:
@@ -154,10 +155,30 @@ class Tenants:
             (item.service for item in self._by_name.values() if item.has_work), default=self._last_service
         )
 
+    @property
+    def configured(self) -> frozenset[str]:
+        """Names that have limits of their own."""
+        return frozenset(self._configured)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Of all tenants ever."""
+        return self._dropped_input + sum(item.num_input_tokens for item in self._by_name.values())
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all tenants ever."""
+        return self._dropped_output + sum(item.num_output_tokens for item in self._by_name.values())
+
     def _drop_idle(self) -> None:
-        self._by_name = {
-            name: item for name, item in self._by_name.items() if item.has_work or name in self._configured
-        }
+        kept = {}
+        for name, item in self._by_name.items():
+            if item.has_work or name in self._configured:
+                kept[name] = item
+            else:
+                self._dropped_input += item.num_input_tokens
+                self._dropped_output += item.num_output_tokens
+        self._by_name = kept
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._by_name.values())
