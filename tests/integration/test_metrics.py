@@ -1,4 +1,4 @@
-"""Metrics of a whole server: numbers add up, gauges come back to zero, labels are none of the clients' words."""
+"""Metrics of a whole server: numbers add up, gauges come back to zero, no label is a client's word."""
 
 import asyncio
 import contextlib
