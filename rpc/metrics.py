@@ -13,7 +13,6 @@ Plain HTTP, without keys: the port is for the operator's network. It must not kn
 import asyncio
 import contextlib
 import http.server
-import importlib.metadata
 import socket
 import socketserver
 import threading
@@ -32,6 +31,7 @@ from prometheus_client.metrics_core import (
 
 from rpc.histogram import Histogram
 from rpc.listening import bound_socket
+from rpc.version import version
 
 PREFIX: Final = "chairlift_"
 Source = Callable[[], Iterable[Metric]]
@@ -94,14 +94,6 @@ def histograms(
 
 
 # --- what every process has -----------------------------------------------------------------------
-
-
-def version() -> str:
-    """Of this distribution; "source" when it is not installed."""
-    try:
-        return importlib.metadata.version("chairlift")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"
 
 
 class LoopLag:

@@ -113,7 +113,7 @@ class SchedulerLoop:
         self._on_serving = on_serving
         self._executor_wakes: dict[str, asyncio.Event] = {}
         self._router_wakes: dict[RouterSession, asyncio.Event] = {}
-        self._missing: dict[str, str] = {}  # executors not attached, and why
+        self.missing: dict[str, str] = {}  # executors not attached, and why
         self._timer_wake = asyncio.Event()
         self._core_changed = asyncio.Event()
 
@@ -191,7 +191,7 @@ class SchedulerLoop:
         self._executor_wakes[executor_id] = wake
         self.capacity = opened.capacity
         self.term = max(self.term, opened.term)
-        self._missing.pop(executor_id, None)
+        self.missing.pop(executor_id, None)
         self._deliver_ended(self.core.attach(executor_id, opened.epoch, opened.capacity, self.now()))
         self._update_serving()
 
@@ -235,14 +235,14 @@ class SchedulerLoop:
 
     def executor_missing(self, executor_id: str, reason: str) -> None:
         """Says why an executor is not attached."""
-        if self._missing.get(executor_id) != reason:
-            self._missing[executor_id] = reason
+        if self.missing.get(executor_id) != reason:
+            self.missing[executor_id] = reason
             _log.warning("waiting_for_executor", executor=executor_id, reason=reason)
             self._update_serving()
 
     def executor_given_up(self, executor_id: str) -> None:
         """Nobody waits for this executor any more."""
-        self._missing.pop(executor_id, None)
+        self.missing.pop(executor_id, None)
         self._update_serving()
 
     def _update_serving(self) -> None:
@@ -262,7 +262,7 @@ class SchedulerLoop:
         if self.standing_by:
             return self.standing_by
         draining = [f"the executor at {executor_id} is draining" for executor_id in self.core.executors]
-        return "; ".join([*draining, *self._missing.values()]) or NO_EXECUTOR_YET
+        return "; ".join([*draining, *self.missing.values()]) or NO_EXECUTOR_YET
 
     async def drive(
         self, executor_id: str, stream: ExecuteStream, wake: asyncio.Event, *, step_timeout_seconds: float
