@@ -318,7 +318,9 @@ class SchedulerCore:
     # --- one iteration: the plan -------------------------------------------------------------------------
 
     def schedule(self, executor_id: str, now: float) -> BatchPlan | None:
-        """The next plan for this executor, or None: the window is full, or there is nothing to say.
+        """The next plan for this executor, or None: a full window, too early, or nothing to say.
+
+        When it is early, the state's `held_until` says when to ask again.
 
         Raises SessionBrokenError when the executor has failed to end a sequence, BlockError when blocks and
         holders were found to disagree.
@@ -327,10 +329,15 @@ class SchedulerCore:
         state = self.executors[executor_id]
         if state.fault is not None:
             raise state.fault
+        state.held_until = None
         if not state.session.can_send:
             return None
         if state.is_draining and not self._move_away(state):
             return None
+        if self.limits.late_plans and state.session.num_unanswered:
+            state.held_until = state.pace.held_until(now)
+            if state.held_until is not None:
+                return None
         # Each running sequence takes at most one block a step: with more free ones nobody can be short.
         if state.blocks.num_free < len(state.running) and not self._make_room(state):
             return None
@@ -617,7 +624,9 @@ class SchedulerCore:
         state.has_ghosts = False
         session.sent(plan)
         num_tokens = sum(rows.num_tokens)
-        state.clock.sent(state.step_time.predict_us(num_tokens), self._now)
+        predicted_us = state.step_time.predict_us(num_tokens) if num_tokens else 0.0
+        state.clock.sent(predicted_us, self._now)
+        state.pace.sent(self._now, None if predicted_us is None else predicted_us / 1e6)
         self.counters.scheduled_tokens += num_tokens
         return plan
 
@@ -641,6 +650,7 @@ class SchedulerCore:
             self.meters.step(len(plan.rows), result.total_us, result.idle_us, wall_seconds)
         if result.total_us and plan.rows:
             state.step_time.observe(sum(plan.num_tokens), result.total_us)
+        state.pace.answered(now, result.total_us / 1e6, result.idle_us / 1e6)
         state.is_draining = result.draining
         state.leaves_at = now + result.seconds_to_leave
         state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us

@@ -8,6 +8,7 @@ from collections import deque
 from scheduler.batching import Batching
 from scheduler.blocks import BlockError, BlockManager
 from scheduler.executor_session import ExecutorSession
+from scheduler.pace import Pace
 from scheduler.plan import Capacity, Leaver
 from scheduler.policy import Limits
 from scheduler.prefix_cache import PrefixCache
@@ -29,6 +30,7 @@ class ExecutorState:
         "executor_id",
         "fault",
         "has_ghosts",
+        "held_until",
         "is_away",
         "is_draining",
         "is_hashing",
@@ -41,6 +43,7 @@ class ExecutorState:
         "next_seq_id",
         "num_queued_tokens",
         "num_running_of",
+        "pace",
         "previous_idle_us",
         "previous_step_us",
         "released_seq_ids",
@@ -80,6 +83,8 @@ class ExecutorState:
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()
         self.clock = StepClock()
+        self.pace = Pace()
+        self.held_until: float | None = None  # the next plan is not to leave before this time
         self.running: dict[int, Sequence] = {}  # by seq_id, in order of admission
         self.num_running_of: dict[int, int] = {}  # by importance class
         self.too_full_for: Sequence | None = None  # the head that found no room: nothing has left since

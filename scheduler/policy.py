@@ -45,6 +45,7 @@ class Limits:
     max_num_batched_tokens: int | None = None
     num_blocks: int | None = None
     window: int = 2
+    late_plans: bool = False  # the plan behind a running step leaves as late as it can
     max_step_us: float | None = None  # wanted step duration while anything decodes
     policy: Policy = Policy.FCFS
     admission: Admission = Admission.FORECAST
