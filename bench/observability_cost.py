@@ -3,9 +3,9 @@
     python -m bench.observability_cost [--model models/smollm2] [--rounds 9] [--streams 32] [--tokens 64]
 
 Two servers of three processes stand side by side, one with metrics (each process scraped once a second,
-fifteen times as often as is usual), one without. The same load goes to one and the other in turn, the first of
-each round alternating; what is compared is the CPU time of the processes, by the medians of all rounds. With a
-tiny model the executor computes next to nothing, and the share of the metrics is the largest there can be.
+fifteen times as often as is usual), one without. The same load goes to one and the other in turn, the first
+of each round alternating; what is compared is the CPU time of the processes, by the medians of all rounds.
+With a tiny model the executor computes next to nothing: the share of the metrics is the largest there can be.
 """
 
 import argparse
