@@ -69,7 +69,8 @@ class Counters:
     refused: int = 0
     ended: Counter[FinishReason] = field(default_factory=Counter)
     recoveries: int = 0  # sequences that lost their executor
-    executors_lost: int = 0
+    executors_left: int = 0  # on purpose, or because this scheduler stopped
+    executors_crashed: int = 0
     prefix_query_tokens: int = 0  # of executors that have gone
     prefix_hit_tokens: int = 0
     audits_failed: int = 0
@@ -257,7 +258,8 @@ class SchedulerCore:
             if not seq.is_padding:
                 self._back_to_waiting(seq, "its executor was lost", recovers=True)
         del self.executors[executor_id]
-        self.counters.executors_lost += 1
+        self.counters.executors_crashed += is_crash
+        self.counters.executors_left += not is_crash
         self.counters.prefix_query_tokens += state.cache.num_query_tokens
         self.counters.prefix_hit_tokens += state.cache.num_hit_tokens
         if not self.executors:

@@ -125,7 +125,12 @@ class SchedulerMetrics:
         yield counter(
             "recoveries", "Sequences that lost their executor and were computed again.", told.recoveries
         )
-        yield counter("executors_lost", "Executors that were lost.", told.executors_lost)
+        yield counters(
+            "executors_lost",
+            "Executors that went: crashed (killed, hung, out of reach), or left on purpose.",
+            ("why",),
+            {("crash",): told.executors_crashed, ("left",): told.executors_left},
+        )
         yield counter("audits_failed", "Times that blocks and holders disagreed.", told.audits_failed)
         yield counter("wasted_tokens", "Tokens sampled for sequences that were over.", told.wasted_tokens)
         caches = [state.cache for state in core.executors.values()]

@@ -212,7 +212,7 @@ async def test_a_lost_executor_shows_and_counts_go_on(running: Cluster) -> None:
         async for answer in stream:
             last = answer
     assert len(last.token_ids) == 60
-    assert scheduler.value("executors_lost_total") == 1
+    assert scheduler.by("executors_lost_total", "why") == {"crash": 1}
     assert scheduler.value("recoveries_total") == 1
     assert scheduler.value("tenant_service_tokens_total") > 0
     await quiet(running)
