@@ -105,7 +105,7 @@ def test_b112_series_stay_few_after_ten_thousand_tenants_and_requests() -> None:
     told = Told(harness)
     num_series = 0
     for number in range(10_000):
-        tenant = harness.core.tenants.get(f"tenant-{number}")
+        tenant = harness.core.tenants.get(f"tenant-{number}", 0.0)
         tenant.num_input_tokens += 1 + number % 7
         tenant.num_output_tokens += 3
         if number == 1:
