@@ -27,6 +27,7 @@ SECRET = "cluster-secret"  # noqa: S105 - the name of a file
 _FIRST_RESTART_SECONDS = 0.5
 _LONGEST_RESTART_SECONDS = 10.0
 _STEADY_SECONDS = 60.0
+_LAST_PORT = 65_535
 # A service that has had its grace and does not end is killed after this long.
 _KILL_AFTER_SECONDS = 5.0
 
@@ -92,6 +93,11 @@ class ServeSettings(Settings):
     client_stall_seconds: float | None = Field(
         default=None, description="A client that takes nothing for this long is cut."
     )
+    metrics_listen: str | None = Field(
+        default=None,
+        description="Where to serve Prometheus metrics, HOST:PORT: the router's there, the scheduler's and "
+        "the executor's at the next two ports.",
+    )
     grace_seconds: float = Field(
         default=30.0, ge=0, description="How long running requests may go on after SIGTERM."
     )
@@ -152,12 +158,27 @@ def services(settings: ServeSettings, model: Path, folder: Path) -> list[Service
             *("--cluster-secret-file", str(folder / SECRET)),
         ],
     }
+    for name, listen in zip(reversed(ALL), _metrics_ports(settings.metrics_listen), strict=False):
+        own[name] += ["--metrics-listen", listen]
     given = settings.model_dump(exclude_none=True) | {"model": str(model)}
     for field, names in TAKEN_BY.items():
         if field in given:
             for name in names:
                 own[name] += ["--" + field.replace("_", "-"), str(given[field])]
     return [Service(name, tuple(own[name])) for name in ALL]
+
+
+def _metrics_ports(listen: str | None) -> list[str]:
+    """Three ports in a row from that of `listen` on. Raises AddressError."""
+    if listen is None:
+        return []
+    host, _, port = str(Address.parse(listen, field="--metrics-listen")).rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) <= _LAST_PORT - 2:
+        raise AddressError(
+            f"--metrics-listen is {listen!r}: it must be HOST:PORT with a port from 1 to {_LAST_PORT - 2}, "
+            "since three in a row are taken"
+        )
+    return [f"{host}:{int(port) + i}" for i in range(len(ALL))]
 
 
 def main(argv: list[str]) -> int:

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from executor import wire
 from executor.device import DeviceThread, EpochWork, Runner, StepTimings
+from executor.metrics import ExecutorMetrics
 from executor.sequences import BatchPlan, PlanError, SequenceTable, StepResult
 from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Superseded
 from protos.v1 import executor_pb2, executor_pb2_grpc
@@ -103,6 +104,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         self._grace_seconds = grace_seconds
         self._leaves_at: float | None = None  # on the event loop's clock; set when it begins to drain
         self._drained = asyncio.Event()
+        self.metrics = ExecutorMetrics(lambda: 0 if self._work is None else self._work.table.num_sequences)
 
     def ready(self, runner: Runner) -> None:
         """Serve with `runner`, which has been loaded and has made a token."""
@@ -224,6 +226,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
 
     def _on_executed(self, plan: BatchPlan, outcome: "_Outcome") -> None:
         if isinstance(outcome, _Failed):
+            self.metrics.step_failed()
             if outcome.device_lost is not None:
                 self._on_device_lost(outcome.device_lost)
             if self._session.epoch == plan.epoch:
@@ -233,6 +236,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         elif outcome is not None:
             result, timings = outcome
             _log.debug("step", step_id=plan.step_id, rows=len(plan.seq_ids), total_us=timings.total_us)
+            if plan.seq_ids:
+                self.metrics.step(sum(plan.num_tokens), timings)
             message = self._result_message(result, timings)
             for stream in self._session.complete(plan.epoch, plan.step_id, message):
                 self._calls[stream].answer(message)
@@ -362,6 +367,7 @@ async def serve(
                 )
             },
             health=health,
+            metrics=[servicer.metrics.families],
             run=run,
             drain=servicer.drain,
         )

@@ -10,6 +10,7 @@ from executor.device import Runner, StepTimings
 from executor.sequences import BatchPlan, NewSequence, SamplingParams, StepResult, TokenLogprobs
 from executor.stopping import FinishReason
 from protos.v1 import common_pb2, executor_pb2
+from rpc.version import version
 
 PROTOCOL_REVISION: Final = 1
 
@@ -200,6 +201,7 @@ def open_response(
         ),
         dtype=runner.dtype,
         device=runner.device,
+        version=version(),
     )
 
 

@@ -4,12 +4,14 @@ import sys
 import uuid
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protos.v1 import router_pb2, router_pb2_grpc
 from router import model_files, validation
 from router.config import RouterSettings
 from router.intake import Intake, ServedModel
 from router.key_file import Doorkeeper
+from router.metrics import RouterMetrics
 from router.model_files import GenerationDefaults
 from router.resume import MIN_SECRET_BYTES, ResumeTokens
 from router.scheduler_client import SchedulerClient
@@ -21,9 +23,12 @@ from router.validation import Defaults
 from rpc import log
 from rpc.errors import StartError
 from rpc.health import Health
-from rpc.server import SideDoor, main, serve
+from rpc.server import main, serve
 from rpc.settings import load
 from rpc.tls import Tls
+
+if TYPE_CHECKING:  # its libraries are an extra
+    from router.http.server import HttpDoor
 
 SERVICE_NAME: str = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 
@@ -78,6 +83,7 @@ async def run_router() -> int:
         client_stall_seconds=settings.client_stall_seconds,
         doorkeeper=doorkeeper,
     )
+    http_door = _http_door(intake, schedulers, settings, doorkeeper, certificates) if settings.http else None
     try:
         return await serve(
             settings,
@@ -85,9 +91,11 @@ async def run_router() -> int:
             health=health,
             run=schedulers.run,
             drain=intake.drain,
-            side_doors=[_http_door(intake, schedulers, settings, doorkeeper, certificates)]
-            if settings.http
-            else [],
+            side_doors=[] if http_door is None else [http_door],
+            metrics=[
+                RouterMetrics(intake, schedulers).families,
+                *([] if http_door is None else [http_door.metrics]),
+            ],
         )
     finally:
         intake.close()
@@ -117,7 +125,7 @@ def _http_door(
     settings: RouterSettings,
     doorkeeper: Doorkeeper,
     certificates: Tls | None,
-) -> SideDoor:
+) -> "HttpDoor":
     """The HTTP door. Its libraries are an extra. Raises StartError when they are not there."""
     try:
         from router.http.app import HttpApp

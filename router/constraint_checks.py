@@ -90,6 +90,8 @@ class ConstraintChecks:
                 except TimeoutError:
                     _kill(process)
                     return f"it takes longer than {self._max_seconds:g} seconds to build; make it simpler"
+                except (OSError, RuntimeError) as error:  # it has ended before it was asked
+                    raise _cannot_check() from error
                 if not line:
                     _kill(process)
                     return "it takes too much memory to build; make it simpler"
@@ -102,14 +104,21 @@ class ConstraintChecks:
     async def _process(self) -> AsyncIterator[asyncio.subprocess.Process]:
         """One that nobody else uses; one that has ended by then is not used again."""
         async with self._turns:
-            process = self._idle.pop() if self._idle else await _started()
+            process = self._living() or await _started()
             try:
                 yield process
             except BaseException:
                 _kill(process)
                 raise
-            if process.returncode is None and process.stdin is not None and not process.stdin.is_closing():
+            if _is_alive(process):
                 self._idle.append(process)
+
+    def _living(self) -> asyncio.subprocess.Process | None:
+        while self._idle:
+            process = self._idle.pop()
+            if _is_alive(process):
+                return process
+        return None
 
 
 async def _started() -> asyncio.subprocess.Process:
@@ -130,14 +139,24 @@ async def _started() -> asyncio.subprocess.Process:
         async with asyncio.timeout(_START_SECONDS):
             process.stdin.write(json.dumps(["choice", ["x"]]).encode() + b"\n")
             line = await process.stdout.readline()
+    except (OSError, RuntimeError):  # it has ended already, and its pipe with it
+        line = b""
     except BaseException:
         _kill(process)
         raise
     if line != b"null\n":
         _kill(process)
         _log.error("constraint_worker_failed", said=line.decode(errors="replace"))
-        raise RequestError(grpc.StatusCode.UNAVAILABLE, "constraints cannot be checked now; try again")
+        raise _cannot_check()
     return process
+
+
+def _is_alive(process: asyncio.subprocess.Process) -> bool:
+    return process.returncode is None and process.stdin is not None and not process.stdin.is_closing()
+
+
+def _cannot_check() -> RequestError:
+    return RequestError(grpc.StatusCode.UNAVAILABLE, "constraints cannot be checked now; try again")
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -37,6 +37,7 @@ from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool, placing_name
 from router.scheduler_session import Welcome
 from router.stop_strings import StopStrings
+from router.tally import Tally
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
 from rpc.errors import RequestError, invalid
@@ -45,6 +46,8 @@ from rpc.errors import RequestError, invalid
 _INLINE_CHARACTERS: Final = 2048
 _INLINE_TOKENS: Final = 2048
 _TOKENIZER_THREADS: Final = 2
+# A client whose time is up hangs up, and we may learn it before our own clock says so.
+_LATE_SECONDS: Final = 0.05
 
 _log = structlog.get_logger()
 
@@ -100,6 +103,7 @@ class Intake:
         """Without `tokens`, those of this router can be verified by nobody else."""
         self.model = model
         self.latencies = Latencies()
+        self.tally = Tally()
         self._schedulers = schedulers
         self._tokens = tokens or ResumeTokens(secrets.token_bytes(32))
         self._holders: dict[Name, _Holder] = {}
@@ -144,28 +148,33 @@ class Intake:
         A request without an id is given one. Raises RequestError, before any of them is submitted, when one
         is wrong or its id is in use.
         """
-        for request in requests:
-            validation.check_request_id(request.request_id)
-            if request.resume is not None and not request.request_id:
-                raise invalid("request_id", "a resume needs the request_id that Accepted told")
-        tenant = arrival.caller.tenant
-        named = [replace(asked, request_id=asked.request_id or uuid.uuid4().hex) for asked in requests]
-        with (
-            structlog.contextvars.bound_contextvars(request_id=named[0].request_id),
-            self._held([(tenant, asked.request_id) for asked in named if asked.resume is None]),
-        ):
-            begun = [await self._begun(asked, arrival) for asked in named]
-            validation.check_prompt_logprobs(sum(one.log.num_prompt_numbers for one in begun))
-            call = Call(tuple(one.log for one in begun))
-            try:
-                for one in begun:
-                    self._submit(one, call)
-                yield call
-            finally:
-                now = time.monotonic()
-                late = arrival.deadline is not None and now >= arrival.deadline
-                for log in call.logs:
-                    self._release(log, End(FinishReason.DEADLINE if late else FinishReason.ABORT), now)
+        is_begun = False
+        self.tally.num_received += len(requests)
+        try:
+            tenant, named = arrival.caller.tenant, _named(requests)
+            with (
+                structlog.contextvars.bound_contextvars(request_id=named[0].request_id),
+                self._held([(tenant, asked.request_id) for asked in named if asked.resume is None]),
+            ):
+                begun = [await self._begun(asked, arrival) for asked in named]
+                validation.check_prompt_logprobs(sum(one.log.num_prompt_numbers for one in begun))
+                call = Call(tuple(one.log for one in begun))
+                try:
+                    for one in begun:
+                        self._submit(one, call)
+                    is_begun = True
+                    yield call
+                finally:
+                    now = time.monotonic()
+                    reason = FinishReason.DEADLINE if _is_late(arrival, now) else FinishReason.ABORT
+                    for log in call.logs:
+                        self._release(log, End(reason), now)
+                        if is_begun:
+                            self.tally.left(log, now)
+        except BaseException as error:
+            if not is_begun:
+                self.tally.not_begun(len(requests), error, is_late=_is_late(arrival, time.monotonic()))
+            raise
 
     @contextlib.contextmanager
     def _held(self, names: list[Name]) -> abc.Iterator[None]:
@@ -363,6 +372,19 @@ def _limits(welcome: Welcome) -> validation.Limits:
         eos_token_ids=frozenset(welcome.eos_token_ids),
         features=welcome.features,
     )
+
+
+def _is_late(arrival: Arrival, now: float) -> bool:
+    return arrival.deadline is not None and now >= arrival.deadline - _LATE_SECONDS
+
+
+def _named(requests: abc.Sequence[validation.GenerateRequest]) -> list[validation.GenerateRequest]:
+    """The requests, each with an id. Raises RequestError for one that cannot be."""
+    for request in requests:
+        validation.check_request_id(request.request_id)
+        if request.resume is not None and not request.request_id:
+            raise invalid("request_id", "a resume needs the request_id that Accepted told")
+    return [replace(asked, request_id=asked.request_id or uuid.uuid4().hex) for asked in requests]
 
 
 def _in_use(name: Name) -> RequestError:

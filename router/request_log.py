@@ -215,13 +215,18 @@ class ChoiceLog:
 
         When one of them completes a stop string the choice ends there, and the ids after it are dropped.
         """
+        first, since = self.first_token_at is None, self._last_token_at
+        num_taken = self._take(token_ids, logprobs, now)
+        self._latencies.tokens(num_taken, since=since, first=first, now=now)
+        self._latencies.num_wasted_tokens += len(token_ids) - num_taken
+
+    def _take(self, token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs], now: float) -> int:
+        """Takes ids in as far as the choice goes; returns how many."""
         assert self.end is None, "a choice takes nothing in after its end"
         texts = self._pending_text
         if token_ids:
-            first = self.first_token_at is None
-            self._latencies.tokens(len(token_ids), since=self._last_token_at, first=first, now=now)
             self._last_token_at = now
-            if first:
+            if self.first_token_at is None:
                 self.first_token_at = now
         for position, token_id in enumerate(token_ids):
             self.output_token_ids.append(token_id)
@@ -233,7 +238,8 @@ class ChoiceLog:
                 self._release_text()
             if self._text.matched is not None:
                 self.finish(End(FinishReason.STOP, matched_stop=self._text.matched), now)
-                return
+                return position + 1
+        return len(token_ids)
 
     def finish(self, end: End, now: float) -> None:
         """Ends the choice.
@@ -258,7 +264,7 @@ class ChoiceLog:
         for position, token_id in enumerate(token_ids):
             if self.end is not None or (position and self._is_over(token_ids[position - 1])):
                 raise OverrunError(position)
-            self.append((token_id,), (), now)
+            self._take((token_id,), (), now)  # no client waits for it: it is no latency
         self._num_taken = len(self.output_token_ids)
         self._pending_text.clear()
         self.first_token_at = None  # none was handed on yet

@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from protos.v1 import router_pb2, scheduler_pb2_grpc
-from protos.v1.scheduler_pb2 import RouterMessage, SchedulerMessage
+from protos.v1.scheduler_pb2 import GetLoadRequest, RouterMessage, SchedulerMessage
 from router import wire
 from router.request_log import End, RequestLog
 from router.ride import Step
@@ -36,6 +36,7 @@ from rpc.tls import Tls, explained
 _MIN_RETRY_SECONDS: Final = 0.05
 _MAX_RETRY_SECONDS: Final = 1.0
 _RELAY_TIMEOUT_SECONDS: Final = 5.0
+_STATUS_SECONDS: Final = 2.0
 # A scheduler that is away this long is lost: its shard's requests may go on elsewhere. By then it has given
 # them up itself (its --orphan-grace-seconds), so that going elsewhere costs nothing that waiting would save.
 RECONNECT_SECONDS: Final = 10.0
@@ -157,6 +158,15 @@ class SchedulerClient:
             return await self._stub.Explain(request, timeout=_RELAY_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise from_call(error) from error
+
+    async def status(self) -> router_pb2.SchedulerStatus:
+        """How it is; its address and refusal alone when it does not answer."""
+        told = router_pb2.SchedulerStatus()
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            load = await self._stub.GetLoad(GetLoadRequest(), timeout=_STATUS_SECONDS)
+            told.CopyFrom(load.status)
+        told.address, told.refusal = str(self.address), self.refusal or ""
+        return told
 
     async def time_line(self, request_id: str, tenant: str) -> dict[str, object]:
         """Where the time of one of a tenant's requests went, as plain values. Raises RequestError."""

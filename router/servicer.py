@@ -23,6 +23,7 @@ from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool
 from router.stall import STALL_SECONDS, StallGuard
 from rpc.errors import RequestError, abort, invalid
+from rpc.version import version
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -179,6 +180,22 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             finally:
                 for task in relays:
                     task.cancel()
+
+    async def GetStatus(
+        self, request: router_pb2.GetStatusRequest, context: Context
+    ) -> router_pb2.GetStatusResponse:
+        """Asks every scheduler at once; one that does not answer is told of by what is known here."""
+        async with self._answering(context) as caller:
+            keys.check_admin(caller, "GetStatus")
+            wire.refuse_unknown_fields(request)
+            schedulers = await asyncio.gather(*(client.status() for client in self._schedulers.clients))
+            return router_pb2.GetStatusResponse(
+                version=version(),
+                refusal=self._intake.refusal or "",
+                num_requests=self._intake.num_live,
+                model=self._intake.model.name,
+                schedulers=schedulers,
+            )
 
     @contextlib.asynccontextmanager
     async def _answering(self, context: Context) -> abc.AsyncIterator[Caller]:

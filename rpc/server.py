@@ -23,6 +23,7 @@ from rpc.door import Door
 from rpc.errors import StartError
 from rpc.health import Health
 from rpc.listening import bind
+from rpc.metrics import MetricsDoor, Source
 from rpc.settings import ServiceSettings
 
 # After a complete drain: time for last messages to leave. Only streams that never end use it up.
@@ -53,6 +54,7 @@ async def serve(
     run: Callable[[], Awaitable[None]] | None = None,
     drain: Callable[[], Awaitable[None]] | None = None,
     side_doors: Sequence[SideDoor] = (),
+    metrics: Sequence[Source] = (),
 ) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code.
 
@@ -66,6 +68,7 @@ async def serve(
             refused with UNAVAILABLE; once `drain` has returned or `grace_seconds` are over, what still runs
             is ended (clients see UNAVAILABLE). Without it, open calls are waited for.
         side_doors: opened, closed and stopped along with the gRPC server; `drain` waits for their calls too.
+        metrics: what the service tells of itself at `--metrics-listen`, beside what every process does.
 
     A second signal ends the process at once. Each bound address is announced on stdout as one line,
     `listening on ADDRESS`, in the order of the setting, and that of each side door as another, `NAME on
@@ -82,6 +85,8 @@ async def serve(
         add_to(server)
     await health.register(server)
     reflection.enable_server_reflection([*services, health_service.SERVICE_NAME], server)
+    if settings.metrics_listen:
+        side_doors = [*side_doors, MetricsDoor(settings.metrics_listen, [door.metrics, *metrics])]
     certificates = settings.tls()
     addresses = [
         bind(server, listen, certificates, demand_certificates=settings.demands_certificates)

@@ -73,6 +73,11 @@ class ServiceSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lines below this level are not written."
     )
+    metrics_listen: str = Field(
+        default="",
+        description="Where to serve Prometheus metrics (plain HTTP, /metrics): HOST:PORT or unix:PATH; "
+        "empty: nowhere.",
+    )
     grace_seconds: float = Field(
         default=30.0, ge=0, le=86_400, description="How long running requests may go on after SIGTERM."
     )

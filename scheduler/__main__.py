@@ -19,6 +19,7 @@ from scheduler.leadership import Leadership
 from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
 from scheduler.loop import ExecutorDirectory, ExecutorLoop, SchedulerLoop
+from scheduler.metrics import SchedulerMetrics
 from scheduler.servicer import SchedulerServicer
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
@@ -78,6 +79,7 @@ async def run(argv: list[str]) -> int:
             )
         },
         health=health,
+        metrics=[SchedulerMetrics(loop).families],
         run=background,
         drain=loop.drained if leadership is None else leadership.drained,
     )

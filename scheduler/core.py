@@ -15,6 +15,7 @@ at the door is `door`'s business, who enters the batch `entrance`'s, who must go
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from scheduler import door, draining, entrance, padding, placement, policy
@@ -25,6 +26,7 @@ from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry, Reason, ReasonClocks, TimeLine, TimeLines
 from scheduler.forecast import LengthModel
 from scheduler.inquiry import Inquiry, name_of
+from scheduler.meters import Meters
 from scheduler.plan import BatchPlan, Capacity, Leaver, NewSequence, StepResult
 from scheduler.policy import Limits
 from scheduler.recovery import Pace
@@ -63,6 +65,12 @@ class Counters:
     scheduled_tokens: int = 0
     wasted_tokens: int = 0  # sampled, never delivered
     refused: int = 0
+    ended: Counter[FinishReason] = field(default_factory=Counter)
+    recoveries: int = 0  # sequences that lost their executor
+    executors_left: int = 0  # on purpose, or because this scheduler stopped
+    executors_crashed: int = 0
+    prefix_query_tokens: int = 0  # of executors that have gone
+    prefix_hit_tokens: int = 0
     audits_failed: int = 0
 
 
@@ -84,6 +92,7 @@ class SchedulerCore:
         self.limits = limits or Limits()
         self.batching = batching
         self.counters = Counters()
+        self.meters = Meters()
         self.executors: dict[str, ExecutorState] = {}
         self.sequences: dict[bytes, Sequence] = {}
         self.tenants = Tenants(self.limits.tenants, self.limits.default_tenant)
@@ -253,6 +262,10 @@ class SchedulerCore:
             if not seq.is_padding:
                 self._back_to_waiting(seq, "its executor was lost", recovers=True)
         del self.executors[executor_id]
+        self.counters.executors_crashed += is_crash
+        self.counters.executors_left += not is_crash
+        self.counters.prefix_query_tokens += state.cache.num_query_tokens
+        self.counters.prefix_hit_tokens += state.cache.num_hit_tokens
         if not self.executors:
             self._alone_since = now
             self.clocks.set(Reason.QUEUED_FOR_EXECUTOR, now)
@@ -322,21 +335,7 @@ class SchedulerCore:
         state = self.executors[executor_id]
         if state.fault is not None:
             raise state.fault
-        state.held_until = None
-        if not state.session.can_send:
-            return None
-        if state.is_draining and not self._move_away(state):
-            return None
-        if self.limits.late_plans and state.session.num_unanswered:
-            state.held_until = state.pace.held_until(now)
-            if state.held_until is not None:
-                return None
-        # Each running sequence takes at most one block a step: with more free ones nobody can be short.
-        if state.blocks.num_free < len(state.running) and not self._make_room(state):
-            return None
-        if state.crowded and not self._make_room_within(state):
-            return None
-        if not self._make_way(state):
+        if not self._may_send(state, now) or not self._clear_the_way(state):
             return None
         may_enter = self.batching.may_enter(num_running=len(state.running)) and not state.is_draining
         rows = Rows(state.max_num_batched_tokens)
@@ -348,6 +347,26 @@ class SchedulerCore:
             self._cut_to_step_time(state, rows)
         self._give_out(state, unfinished, rows, may_enter=may_enter)
         return self._plan(state, rows)
+
+    def _may_send(self, state: ExecutorState, now: float) -> bool:
+        """Whether a plan may leave: the window has room, and it is late enough (rule 7)."""
+        state.held_until = None
+        if not state.session.can_send:
+            return False
+        if self.limits.late_plans and state.session.num_unanswered:
+            state.held_until = state.pace.held_until(now)
+        return state.held_until is None
+
+    def _clear_the_way(self, state: ExecutorState) -> bool:
+        """Takes off who must go before anybody is planned; False when a result must be in first (rule 3)."""
+        if state.is_draining and not self._move_away(state):
+            return False
+        # Each running sequence takes at most one block a step: with more free ones nobody can be short.
+        if state.blocks.num_free < len(state.running) and not self._make_room(state):
+            return False
+        if state.crowded and not self._make_room_within(state):
+            return False
+        return self._make_way(state)
 
     def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
         """One row for each running sequence with one token to compute; returns those with more."""
@@ -571,6 +590,7 @@ class SchedulerCore:
                 state.cache.num_query_tokens += seq.num_prompt_tokens
                 state.cache.num_hit_tokens += seq.num_cached_tokens
             seq.tenant.num_input_tokens += seq.num_prompt_tokens - seq.num_cached_tokens
+            self.meters.queue_seconds.observe(self._now - seq.request.arrival)
         blocks.share(matched)
         block_table = matched + blocks.allocate(blocks.blocks_for(len(seq.token_ids)) - len(matched))
         seq.move(Event.ADMIT)
@@ -658,7 +678,9 @@ class SchedulerCore:
         if plan is None:
             return outcome
         self.counters.steps += 1
-        state.clock.answered(now)
+        wall_seconds = state.clock.answered(now)
+        if plan.rows:
+            self.meters.step(len(plan.rows), result.total_us, result.idle_us, wall_seconds)
         if result.total_us and plan.rows:
             state.step_time.observe(sum(plan.num_tokens), result.total_us)
         state.pace.answered(now, result.total_us / 1e6, result.idle_us / 1e6)
@@ -844,6 +866,7 @@ class SchedulerCore:
             return False
         for seq in movers:
             seq.is_recovering = True
+            self.counters.recoveries += 1
             self._preempt(state, seq, "its executor is going away")
         return True
 
@@ -859,6 +882,7 @@ class SchedulerCore:
     def _back_to_waiting(self, seq: Sequence, why: str, *, recovers: bool = False) -> None:
         seq.move(Event.PREEMPT)
         seq.is_recovering |= recovers
+        self.counters.recoveries += recovers
         seq.give_up_seat()
         seq.forget_computed()
         seq.waiting_since = self._now
@@ -887,6 +911,7 @@ class SchedulerCore:
             self._end_running(self.executors[seq.executor_id], seq, finish, event)
         seq.move(event)
         seq.finish = finish
+        self.counters.ended[finish.reason] += not seq.is_padding
         seq.give_up_seat()
         seq.orphaned_until = None
         seq.forget_at = self._now + self.limits.result_keep_seconds
@@ -904,6 +929,7 @@ class SchedulerCore:
         executor_knows = event in {Event.FINISH, Event.FAIL}
         if not executor_knows:
             seq.num_wasted_tokens = max(0, seq.num_known_tokens - len(seq.token_ids))
+            self.meters.steps_to_free.observe(state.session.num_unanswered)
         if event is Event.FINISH:  # all but its last token was fed, and has answered
             self._look_again(state.cache.register(seq, len(seq.token_ids) - 1))
             if not seq.is_padding:

@@ -17,6 +17,7 @@ from scheduler.plan import Capacity, StepResult
 
 _log = structlog.get_logger()
 OPEN_TIMEOUT_SECONDS = 5.0
+_EXECUTE = f"/{executor_pb2.DESCRIPTOR.services_by_name['Executor'].full_name}/Execute"
 
 
 class ExecutorUnreachableError(Exception):
@@ -82,7 +83,11 @@ class ExecutorClient:
 
     def execute(self) -> "ExecuteStream":
         """A new stream of plans; the newest one of an epoch wins."""
-        return ExecuteStream(self._stub.Execute(None), self._tls)
+        # Plans are serialized by who sends them, and knows their size.
+        execute = self._line.channel.stream_stream(
+            _EXECUTE, request_serializer=None, response_deserializer=executor_pb2.StepResult.FromString
+        )
+        return ExecuteStream(execute(None), self._tls)
 
 
 class ExecuteStream:
@@ -90,14 +95,14 @@ class ExecuteStream:
 
     def __init__(
         self,
-        call: "grpc.aio.StreamStreamCall[executor_pb2.BatchPlan, executor_pb2.StepResult]",
+        call: "grpc.aio.StreamStreamCall[bytes, executor_pb2.StepResult]",
         tls: Tls | None = None,
     ) -> None:
         self._call = call
         self._tls = tls
 
-    async def send(self, message: executor_pb2.BatchPlan) -> None:
-        """Sends one plan. Raises what the end of the stream means."""
+    async def send(self, message: bytes) -> None:
+        """Sends one BatchPlan, serialized. Raises what the end of the stream means."""
         try:
             await self._call.write(message)
         except grpc.aio.AioRpcError as error:

@@ -66,6 +66,11 @@ class ReasonClocks:
             self._totals[self._reason] += max(0.0, now - self._since)
             self._reason, self._since = reason, now
 
+    @property
+    def reason(self) -> Reason:
+        """What keeps the next one from entering now."""
+        return self._reason
+
     def readings(self, now: float) -> tuple[float, ...]:
         """All clocks, in the order of SHARED."""
         return tuple(

@@ -99,6 +99,8 @@ class SchedulerLoop:
         self.core = core
         self.watchers: set[Watcher] = set()
         self.capacity: Capacity | None = None  # of the newest executor; kept when it is lost
+        self.num_plans = 0
+        self.num_plan_bytes = 0
         self.num_models = 0  # how often the model has changed: routers must be welcomed anew
         self.term = 0
         self.last_step_id = 0
@@ -111,7 +113,7 @@ class SchedulerLoop:
         self._on_serving = on_serving
         self._executor_wakes: dict[str, asyncio.Event] = {}
         self._router_wakes: dict[RouterSession, asyncio.Event] = {}
-        self._missing: dict[str, str] = {}  # executors not attached, and why
+        self.missing: dict[str, str] = {}  # executors not attached, and why
         self._timer_wake = asyncio.Event()
         self._core_changed = asyncio.Event()
 
@@ -119,6 +121,11 @@ class SchedulerLoop:
     def now() -> float:
         """Seconds on the scheduler's clock: monotonic, from an arbitrary start."""
         return asyncio.get_running_loop().time()
+
+    @property
+    def num_routers(self) -> int:
+        """Routers connected."""
+        return len(self._router_wakes)
 
     # --- who is woken by what ------------------------------------------------------------------------------
 
@@ -184,7 +191,7 @@ class SchedulerLoop:
         self._executor_wakes[executor_id] = wake
         self.capacity = opened.capacity
         self.term = max(self.term, opened.term)
-        self._missing.pop(executor_id, None)
+        self.missing.pop(executor_id, None)
         self._deliver_ended(self.core.attach(executor_id, opened.epoch, opened.capacity, self.now()))
         self._update_serving()
 
@@ -228,14 +235,14 @@ class SchedulerLoop:
 
     def executor_missing(self, executor_id: str, reason: str) -> None:
         """Says why an executor is not attached."""
-        if self._missing.get(executor_id) != reason:
-            self._missing[executor_id] = reason
+        if self.missing.get(executor_id) != reason:
+            self.missing[executor_id] = reason
             _log.warning("waiting_for_executor", executor=executor_id, reason=reason)
             self._update_serving()
 
     def executor_given_up(self, executor_id: str) -> None:
         """Nobody waits for this executor any more."""
-        self._missing.pop(executor_id, None)
+        self.missing.pop(executor_id, None)
         self._update_serving()
 
     def _update_serving(self) -> None:
@@ -255,7 +262,7 @@ class SchedulerLoop:
         if self.standing_by:
             return self.standing_by
         draining = [f"the executor at {executor_id} is draining" for executor_id in self.core.executors]
-        return "; ".join([*draining, *self._missing.values()]) or NO_EXECUTOR_YET
+        return "; ".join([*draining, *self.missing.values()]) or NO_EXECUTOR_YET
 
     async def drive(
         self, executor_id: str, stream: ExecuteStream, wake: asyncio.Event, *, step_timeout_seconds: float
@@ -275,7 +282,7 @@ class SchedulerLoop:
         watch.add_done_callback(lambda _: stream.cancel())
         try:
             for unanswered in state.session.resend():
-                await stream.send(wire.plan_message(unanswered))
+                await stream.send(wire.plan_message(unanswered).SerializeToString())
             while not results.done():
                 wake.clear()
                 await self._send_plans(executor_id, stream)
@@ -337,9 +344,11 @@ class SchedulerLoop:
         while True:
             plan = self.core.schedule(executor_id, self.now())
             if plan is not None:
-                message = wire.plan_message(plan)
+                message = wire.plan_message(plan).SerializeToString()
+                self.num_plans += 1
+                self.num_plan_bytes += len(message)
                 if self.watchers:
-                    self._tell_watchers(executor_id, plan, message.ByteSize())
+                    self._tell_watchers(executor_id, plan, len(message))
                 await stream.send(message)
                 if plan.step_id % AUDIT_STEPS == 0:
                     audit.check_counts(state)

@@ -27,6 +27,7 @@ class Capacity:
     tokenizer_fingerprint: str = ""
     numerics_fingerprint: str = ""
     dtype: str = ""
+    version: str = ""
     features: frozenset[str] = frozenset()  # names of optional abilities
 
 

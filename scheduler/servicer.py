@@ -83,7 +83,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self, request: scheduler_pb2.GetLoadRequest, context: Context
     ) -> scheduler_pb2.GetLoadResponse:
         """How busy this scheduler is."""
-        return wire.load_message(self._loop.core)
+        loop = self._loop
+        return wire.load_message(
+            loop.core, scheduler_id=self._scheduler_id, term=loop.term, missing=loop.missing
+        )
 
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context

@@ -27,10 +27,11 @@ class StepClock:
             self.began = now
         self._predicted.append((predicted_us or 0.0) / 1e6)
 
-    def answered(self, now: float) -> None:
-        """The first of them has its result."""
+    def answered(self, now: float) -> float:
+        """The first of them has its result. Returns how long it took, the wire included."""
         self._predicted.popleft()
-        self.began = now
+        took, self.began = now - self.began, now
+        return took
 
     def resumed(self, now: float) -> None:
         """A new stream: what was under way is counted from now."""

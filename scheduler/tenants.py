@@ -145,6 +145,8 @@ class Tenants:
         "_configured",
         "_default",
         "_drop_above",
+        "_dropped_input",
+        "_dropped_output",
         "_last_service",
         "_listed",
         "dropped_block_seconds",
@@ -158,6 +160,7 @@ class Tenants:
         self._configured = configured or {}
         self._default = default or TenantLimits()
         self._by_name: dict[str, Tenant] = {}
+        self._dropped_input = self._dropped_output = 0  # tokens of tenants that were dropped
         self._last_service = 0.0  # of who had work last: where the next one starts when all were idle
         self._by_service: list[tuple[float, str, Tenant]] = []  # who has work; the service was so or is more
         self._listed: set[Tenant] = set()  # there
@@ -202,6 +205,21 @@ class Tenants:
                 return service
         return self._last_service
 
+    @property
+    def configured(self) -> frozenset[str]:
+        """Names that have limits of their own."""
+        return frozenset(self._configured)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Of all tenants ever."""
+        return self._dropped_input + sum(item.num_input_tokens for item in self._by_name.values())
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all tenants ever."""
+        return self._dropped_output + sum(item.num_output_tokens for item in self._by_name.values())
+
     def _drop_idle(self, now: float) -> None:
         floor = self._floor()
         dropped = [
@@ -212,6 +230,8 @@ class Tenants:
         for tenant in dropped:
             del self._by_name[tenant.name]
             self.dropped_block_seconds += tenant.block_seconds
+            self._dropped_input += tenant.num_input_tokens
+            self._dropped_output += tenant.num_output_tokens
         self._by_service = [item for item in self._by_service if item[2].has_work]
         heapq.heapify(self._by_service)
         self._listed = {tenant for _, _, tenant in self._by_service}

@@ -18,7 +18,7 @@ is swept out when it comes up. So neither a step nor a cancel depends on how man
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -69,6 +69,7 @@ class WaitingQueue:
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
         self._next_entry = 0
         self._aside: dict[Tenant, None] = {}  # tenants at a limit of their own
+        self.parked: dict[Sequence, None] = {}  # those that are not served before `unpark`
         self.num_tokens = 0  # of all that wait: what is known of them stays as it is until they enter
         self.counts: dict[tuple[int, str], int] = {}  # who waits, by importance class and tenant
 
@@ -96,6 +97,7 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it stands."""
         del self._entry_of[seq]
+        self.parked.pop(seq, None)
         num_tokens = len(seq.token_ids)
         self.num_tokens -= num_tokens
         seq.tenant.num_waiting -= 1
@@ -118,17 +120,24 @@ class WaitingQueue:
     def park(self, seq: Sequence) -> None:
         """`seq` still waits, but is not served before `unpark`."""
         self._entry_of[seq] = _PARKED
+        self.parked[seq] = None
 
     def unpark(self, seq: Sequence) -> bool:
         """Back into its place, if it still waits and was parked."""
         if self._entry_of.get(seq) != _PARKED:
             return False
+        del self.parked[seq]
         self._add_entry(seq)
         return True
 
     def set_aside(self, tenant: Tenant) -> None:
         """`tenant` is at a limit of its own: it is passed over until `recall`."""
         self._aside[tenant] = None
+
+    @property
+    def aside(self) -> Collection[Tenant]:
+        """Tenants that are passed over."""
+        return self._aside.keys()
 
     def recall(self, tenant: Tenant) -> None:
         """Something of `tenant` was given back: it takes part again."""

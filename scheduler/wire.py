@@ -5,6 +5,7 @@ import operator
 from collections.abc import Iterable, Mapping
 
 from protos.v1 import common_pb2, executor_pb2, router_pb2, scheduler_pb2
+from rpc.version import version
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry
@@ -55,6 +56,7 @@ def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
         numerics_fingerprint=message.fingerprints.numerics,
         dtype=message.dtype,
         features=frozenset(message.features),
+        version=message.version,
     )
 
 
@@ -322,8 +324,10 @@ def explain_response(request_id: str, lines: dict[int, list[Entry]]) -> router_p
     return router_pb2.ExplainResponse(request_id=request_id, entries=entries)
 
 
-def load_message(core: SchedulerCore) -> scheduler_pb2.GetLoadResponse:
-    """How busy this scheduler is."""
+def load_message(
+    core: SchedulerCore, *, scheduler_id: str = "", term: int = 0, missing: Mapping[str, str] | None = None
+) -> scheduler_pb2.GetLoadResponse:
+    """How busy this scheduler is. `missing` tells of each executor that is not attached why."""
     states = core.executors.values()
     return scheduler_pb2.GetLoadResponse(
         num_running=core.num_running,
@@ -334,4 +338,32 @@ def load_message(core: SchedulerCore) -> scheduler_pb2.GetLoadResponse:
         num_executors=len(core.executors),
         num_preemptions=core.counters.preemptions,
         num_steps=core.counters.steps,
+        status=router_pb2.SchedulerStatus(
+            scheduler_id=scheduler_id,
+            version=version(),
+            term=term,
+            num_running=core.num_running,
+            num_waiting=len(core.waiting),
+            executors=[
+                *map(_executor_status, states),
+                *(
+                    router_pb2.ExecutorStatus(executor_id=executor_id, missing=reason)
+                    for executor_id, reason in (missing or {}).items()
+                ),
+            ],
+        ),
+    )
+
+
+def _executor_status(state: ExecutorState) -> router_pb2.ExecutorStatus:
+    return router_pb2.ExecutorStatus(
+        executor_id=state.executor_id,
+        version=state.capacity.version,
+        num_running=len(state.running),
+        max_num_seqs=state.max_num_seqs,
+        num_blocks=state.blocks.num_blocks,
+        num_free_blocks=state.blocks.num_free,
+        draining=state.is_draining,
+        previous_step_us=state.previous_step_us,
+        previous_idle_us=state.previous_idle_us,
     )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import common_pb2 as protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/v1/executor.proto\x12\x0c\x63hairlift.v1\x1a\x16protos/v1/common.proto\"L\n\x0bOpenRequest\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\"\x87\x03\n\x0cOpenResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x19\n\x11protocol_revision\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\x13\n\x0bmax_seq_len\x18\t \x01(\r\x12\x12\n\nmax_window\x18\n \x01(\r\x12\x15\n\rrow_invariant\x18\x0b \x01(\x08\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x0e \x03(\t\x12\x30\n\x0c\x66ingerprints\x18\x0f \x01(\x0b\x32\x1a.chairlift.v1.Fingerprints\x12\r\n\x05\x64type\x18\x10 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x11 \x01(\t\"\x83\x03\n\tBatchPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x15\n\racked_step_id\x18\x03 \x01(\x04\x12\x18\n\x10released_seq_ids\x18\x04 \x03(\r\x12+\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x19.chairlift.v1.NewSequence\x12\x0f\n\x07seq_ids\x18\x06 \x03(\r\x12\x12\n\nnum_tokens\x18\x07 \x03(\r\x12\x15\n\rgrown_seq_ids\x18\x08 \x03(\r\x12\x16\n\x0enum_new_blocks\x18\t \x03(\r\x12\x15\n\rnew_block_ids\x18\n \x03(\r\x12\x15\n\rpositions_sum\x18\x0b \x01(\x04\x12-\n\x0c\x62lock_copies\x18\x10 \x03(\x0b\x32\x17.chairlift.v1.BlockCopy\x12\x16\n\x0ezero_block_ids\x18\x11 \x03(\r\x12/\n\x0c\x64raft_tokens\x18\x12 \x03(\x0b\x32\x19.chairlift.v1.DraftTokens\"=\n\tBlockCopy\x12\x17\n\x0fsource_block_id\x18\x01 \x01(\r\x12\x17\n\x0ftarget_block_id\x18\x02 \x01(\r\"0\n\x0b\x44raftTokens\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xf8\x01\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.chairlift.v1.SamplingParams\x12!\n\x14prompt_logprobs_from\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\tB\x17\n\x15_prompt_logprobs_from\"\xfc\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x03 \x03(\r\x12\x13\n\x0bnum_sampled\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.chairlift.v1.RowLogprobs\x12\x30\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1e.chairlift.v1.FinishedSequence\x12+\n\x06\x65rrors\x18\x08 \x03(\x0b\x32\x1b.chairlift.v1.SequenceError\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x14\n\x0cleaves_in_ms\x18\x14 \x01(\x04\x12*\n\x07timings\x18\n \x01(\x0b\x32\x19.chairlift.v1.StepTimings\x12\x35\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1c.chairlift.v1.PromptLogprobs\"e\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\"J\n\x0bRowLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12+\n\x06tokens\x18\x02 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\"\x82\x01\n\x10\x46inishedSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.chairlift.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_matched_token_id\"E\n\rSequenceError\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\"j\n\x0bStepTimings\x12\x0f\n\x07idle_us\x18\x01 \x01(\x04\x12\x11\n\tinputs_us\x18\x02 \x01(\x04\x12\x12\n\nforward_us\x18\x03 \x01(\x04\x12\x11\n\tsample_us\x18\x04 \x01(\x04\x12\x10\n\x08total_us\x18\x05 \x01(\x04\x32\x8b\x01\n\x08\x45xecutor\x12=\n\x04Open\x12\x19.chairlift.v1.OpenRequest\x1a\x1a.chairlift.v1.OpenResponse\x12@\n\x07\x45xecute\x12\x17.chairlift.v1.BatchPlan\x1a\x18.chairlift.v1.StepResult(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/v1/executor.proto\x12\x0c\x63hairlift.v1\x1a\x16protos/v1/common.proto\"L\n\x0bOpenRequest\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\"\x98\x03\n\x0cOpenResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x19\n\x11protocol_revision\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x08 \x01(\r\x12\x13\n\x0bmax_seq_len\x18\t \x01(\r\x12\x12\n\nmax_window\x18\n \x01(\r\x12\x15\n\rrow_invariant\x18\x0b \x01(\x08\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x0e \x03(\t\x12\x30\n\x0c\x66ingerprints\x18\x0f \x01(\x0b\x32\x1a.chairlift.v1.Fingerprints\x12\r\n\x05\x64type\x18\x10 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x11 \x01(\t\x12\x0f\n\x07version\x18\x12 \x01(\t\"\x83\x03\n\tBatchPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x15\n\racked_step_id\x18\x03 \x01(\x04\x12\x18\n\x10released_seq_ids\x18\x04 \x03(\r\x12+\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x19.chairlift.v1.NewSequence\x12\x0f\n\x07seq_ids\x18\x06 \x03(\r\x12\x12\n\nnum_tokens\x18\x07 \x03(\r\x12\x15\n\rgrown_seq_ids\x18\x08 \x03(\r\x12\x16\n\x0enum_new_blocks\x18\t \x03(\r\x12\x15\n\rnew_block_ids\x18\n \x03(\r\x12\x15\n\rpositions_sum\x18\x0b \x01(\x04\x12-\n\x0c\x62lock_copies\x18\x10 \x03(\x0b\x32\x17.chairlift.v1.BlockCopy\x12\x16\n\x0ezero_block_ids\x18\x11 \x03(\r\x12/\n\x0c\x64raft_tokens\x18\x12 \x03(\x0b\x32\x19.chairlift.v1.DraftTokens\"=\n\tBlockCopy\x12\x17\n\x0fsource_block_id\x18\x01 \x01(\r\x12\x17\n\x0ftarget_block_id\x18\x02 \x01(\r\"0\n\x0b\x44raftTokens\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xf8\x01\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.chairlift.v1.SamplingParams\x12!\n\x14prompt_logprobs_from\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\tB\x17\n\x15_prompt_logprobs_from\"\xfc\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x03 \x03(\r\x12\x13\n\x0bnum_sampled\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.chairlift.v1.RowLogprobs\x12\x30\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1e.chairlift.v1.FinishedSequence\x12+\n\x06\x65rrors\x18\x08 \x03(\x0b\x32\x1b.chairlift.v1.SequenceError\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x14\n\x0cleaves_in_ms\x18\x14 \x01(\x04\x12*\n\x07timings\x18\n \x01(\x0b\x32\x19.chairlift.v1.StepTimings\x12\x35\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1c.chairlift.v1.PromptLogprobs\"e\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\"J\n\x0bRowLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12+\n\x06tokens\x18\x02 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\"\x82\x01\n\x10\x46inishedSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.chairlift.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_matched_token_id\"E\n\rSequenceError\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\"j\n\x0bStepTimings\x12\x0f\n\x07idle_us\x18\x01 \x01(\x04\x12\x11\n\tinputs_us\x18\x02 \x01(\x04\x12\x12\n\nforward_us\x18\x03 \x01(\x04\x12\x11\n\tsample_us\x18\x04 \x01(\x04\x12\x10\n\x08total_us\x18\x05 \x01(\x04\x32\x8b\x01\n\x08\x45xecutor\x12=\n\x04Open\x12\x19.chairlift.v1.OpenRequest\x1a\x1a.chairlift.v1.OpenResponse\x12@\n\x07\x45xecute\x12\x17.chairlift.v1.BatchPlan\x1a\x18.chairlift.v1.StepResult(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENREQUEST']._serialized_start=66
   _globals['_OPENREQUEST']._serialized_end=142
   _globals['_OPENRESPONSE']._serialized_start=145
-  _globals['_OPENRESPONSE']._serialized_end=536
-  _globals['_BATCHPLAN']._serialized_start=539
-  _globals['_BATCHPLAN']._serialized_end=926
-  _globals['_BLOCKCOPY']._serialized_start=928
-  _globals['_BLOCKCOPY']._serialized_end=989
-  _globals['_DRAFTTOKENS']._serialized_start=991
-  _globals['_DRAFTTOKENS']._serialized_end=1039
-  _globals['_NEWSEQUENCE']._serialized_start=1042
-  _globals['_NEWSEQUENCE']._serialized_end=1290
-  _globals['_STEPRESULT']._serialized_start=1293
-  _globals['_STEPRESULT']._serialized_end=1673
-  _globals['_PROMPTLOGPROBS']._serialized_start=1675
-  _globals['_PROMPTLOGPROBS']._serialized_end=1776
-  _globals['_ROWLOGPROBS']._serialized_start=1778
-  _globals['_ROWLOGPROBS']._serialized_end=1852
-  _globals['_FINISHEDSEQUENCE']._serialized_start=1855
-  _globals['_FINISHEDSEQUENCE']._serialized_end=1985
-  _globals['_SEQUENCEERROR']._serialized_start=1987
-  _globals['_SEQUENCEERROR']._serialized_end=2056
-  _globals['_STEPTIMINGS']._serialized_start=2058
-  _globals['_STEPTIMINGS']._serialized_end=2164
-  _globals['_EXECUTOR']._serialized_start=2167
-  _globals['_EXECUTOR']._serialized_end=2306
+  _globals['_OPENRESPONSE']._serialized_end=553
+  _globals['_BATCHPLAN']._serialized_start=556
+  _globals['_BATCHPLAN']._serialized_end=943
+  _globals['_BLOCKCOPY']._serialized_start=945
+  _globals['_BLOCKCOPY']._serialized_end=1006
+  _globals['_DRAFTTOKENS']._serialized_start=1008
+  _globals['_DRAFTTOKENS']._serialized_end=1056
+  _globals['_NEWSEQUENCE']._serialized_start=1059
+  _globals['_NEWSEQUENCE']._serialized_end=1307
+  _globals['_STEPRESULT']._serialized_start=1310
+  _globals['_STEPRESULT']._serialized_end=1690
+  _globals['_PROMPTLOGPROBS']._serialized_start=1692
+  _globals['_PROMPTLOGPROBS']._serialized_end=1793
+  _globals['_ROWLOGPROBS']._serialized_start=1795
+  _globals['_ROWLOGPROBS']._serialized_end=1869
+  _globals['_FINISHEDSEQUENCE']._serialized_start=1872
+  _globals['_FINISHEDSEQUENCE']._serialized_end=2002
+  _globals['_SEQUENCEERROR']._serialized_start=2004
+  _globals['_SEQUENCEERROR']._serialized_end=2073
+  _globals['_STEPTIMINGS']._serialized_start=2075
+  _globals['_STEPTIMINGS']._serialized_end=2181
+  _globals['_EXECUTOR']._serialized_start=2184
+  _globals['_EXECUTOR']._serialized_end=2323
 # @@protoc_insertion_point(module_scope)

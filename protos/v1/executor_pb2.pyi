@@ -80,6 +80,7 @@ class OpenResponse(_message.Message):
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Random; names this lifetime of the executor's state. Never 0."""
     instance_id: _builtins.str
@@ -108,6 +109,8 @@ class OpenResponse(_message.Message):
     """Number type of the computation, such as float32."""
     device: _builtins.str
     """Kind of device, such as cpu."""
+    version: _builtins.str
+    """Version of the executor, for operators."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence (unless `ignore_eos`)."""
@@ -140,10 +143,11 @@ class OpenResponse(_message.Message):
         fingerprints: _common_pb2.Fingerprints | None = ...,
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "features", b"features", "fingerprints", b"fingerprints", "instance_id", b"instance_id", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_seq_len", b"max_seq_len", "max_window", b"max_window", "num_blocks", b"num_blocks", "protocol_revision", b"protocol_revision", "row_invariant", b"row_invariant", "term", b"term", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "features", b"features", "fingerprints", b"fingerprints", "instance_id", b"instance_id", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_seq_len", b"max_seq_len", "max_window", b"max_window", "num_blocks", b"num_blocks", "protocol_revision", b"protocol_revision", "row_invariant", b"row_invariant", "term", b"term", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

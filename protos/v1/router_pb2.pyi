@@ -1197,3 +1197,170 @@ class StepLeaver(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepLeaver: _TypeAlias = StepLeaver  # noqa: Y015
+
+@_typing.final
+class GetStatusRequest(_message.Message):
+    """No arguments."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
+
+@_typing.final
+class GetStatusResponse(_message.Message):
+    """One router, and what it knows of the tiers behind it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    SCHEDULERS_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Of the router."""
+    refusal: _builtins.str
+    """Why no request is taken, as a sentence; empty when one is."""
+    num_requests: _builtins.int
+    """Requests under way at this router, waiting and running."""
+    model: _builtins.str
+    """Name of the model that is served."""
+    @_builtins.property
+    def schedulers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SchedulerStatus]:
+        """Each scheduler it knows, in the order of its setting."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        refusal: _builtins.str = ...,
+        num_requests: _builtins.int = ...,
+        model: _builtins.str = ...,
+        schedulers: _abc.Iterable[Global___SchedulerStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_requests", b"num_requests", "refusal", b"refusal", "schedulers", b"schedulers", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class SchedulerStatus(_message.Message):
+    """One scheduler."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    SCHEDULER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    EXECUTORS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Where the router finds it."""
+    refusal: _builtins.str
+    """Why it takes no requests of this router, as a sentence; empty when it does."""
+    scheduler_id: _builtins.str
+    """Its name. Empty, as is what follows, when it does not answer."""
+    version: _builtins.str
+    """Of the scheduler."""
+    term: _builtins.int
+    """Its leadership term."""
+    num_running: _builtins.int
+    """Sequences in a batch."""
+    num_waiting: _builtins.int
+    """Sequences that wait for one."""
+    @_builtins.property
+    def executors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExecutorStatus]:
+        """Each executor it drives or looks for."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        refusal: _builtins.str = ...,
+        scheduler_id: _builtins.str = ...,
+        version: _builtins.str = ...,
+        term: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        executors: _abc.Iterable[Global___ExecutorStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "executors", b"executors", "num_running", b"num_running", "num_waiting", b"num_waiting", "refusal", b"refusal", "scheduler_id", b"scheduler_id", "term", b"term", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerStatus: _TypeAlias = SchedulerStatus  # noqa: Y015
+
+@_typing.final
+class ExecutorStatus(_message.Message):
+    """One executor, as its scheduler sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXECUTOR_ID_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    PREVIOUS_STEP_US_FIELD_NUMBER: _builtins.int
+    PREVIOUS_IDLE_US_FIELD_NUMBER: _builtins.int
+    executor_id: _builtins.str
+    """Where the scheduler finds it."""
+    missing: _builtins.str
+    """Why it is not attached, as a sentence; empty when it is. What follows is empty when it is not."""
+    version: _builtins.str
+    """Of the executor; empty when it does not tell."""
+    num_running: _builtins.int
+    """Sequences in its batch."""
+    max_num_seqs: _builtins.int
+    """Most of them."""
+    num_blocks: _builtins.int
+    """KV blocks."""
+    num_free_blocks: _builtins.int
+    """Of them, those that can be had, cached ones included."""
+    draining: _builtins.bool
+    """Whether it wants to leave."""
+    previous_step_us: _builtins.int
+    """How long its newest step took, microseconds; 0 before the first."""
+    previous_idle_us: _builtins.int
+    """How long it had been idle before that step, microseconds."""
+    def __init__(
+        self,
+        *,
+        executor_id: _builtins.str = ...,
+        missing: _builtins.str = ...,
+        version: _builtins.str = ...,
+        num_running: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        num_free_blocks: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        previous_step_us: _builtins.int = ...,
+        previous_idle_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executor_id", b"executor_id", "max_num_seqs", b"max_num_seqs", "missing", b"missing", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "previous_idle_us", b"previous_idle_us", "previous_step_us", b"previous_step_us", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExecutorStatus: _TypeAlias = ExecutorStatus  # noqa: Y015

@@ -70,6 +70,11 @@ class RouterStub:
                 request_serializer=protos_dot_v1_dot_router__pb2.WatchRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_router__pb2.StepSummary.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/chairlift.v1.Router/GetStatus',
+                request_serializer=protos_dot_v1_dot_router__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_router__pb2.GetStatusResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -125,6 +130,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """How the server is, tier by tier. With API keys: for admins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +174,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=protos_dot_v1_dot_router__pb2.WatchRequest.FromString,
                     response_serializer=protos_dot_v1_dot_router__pb2.StepSummary.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=protos_dot_v1_dot_router__pb2.GetStatusRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_router__pb2.GetStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +371,33 @@ class Router:
             '/chairlift.v1.Router/Watch',
             protos_dot_v1_dot_router__pb2.WatchRequest.SerializeToString,
             protos_dot_v1_dot_router__pb2.StepSummary.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/chairlift.v1.Router/GetStatus',
+            protos_dot_v1_dot_router__pb2.GetStatusRequest.SerializeToString,
+            protos_dot_v1_dot_router__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

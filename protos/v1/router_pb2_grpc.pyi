@@ -52,6 +52,8 @@ class RouterStub:
     """Where one request's time went, step by step, with reasons."""
     Watch: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _router_pb2.StepSummary]
     """What each iteration did, from now on."""
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetStatusRequest, _router_pb2.GetStatusResponse]
+    """How the server is, tier by tier. With API keys: for admins."""
 
 @_typing.type_check_only
 class RouterAsyncStub(RouterStub):
@@ -72,6 +74,8 @@ class RouterAsyncStub(RouterStub):
     """Where one request's time went, step by step, with reasons."""
     Watch: _aio.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _router_pb2.StepSummary]  # type: ignore[assignment]
     """What each iteration did, from now on."""
+    GetStatus: _aio.UnaryUnaryMultiCallable[_router_pb2.GetStatusRequest, _router_pb2.GetStatusResponse]  # type: ignore[assignment]
+    """How the server is, tier by tier. With API keys: for admins."""
 
 class RouterServicer(metaclass=_abc_1.ABCMeta):
     """Text generation for clients."""
@@ -131,5 +135,13 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.StepSummary], _abc.AsyncIterator[_router_pb2.StepSummary]]:
         """What each iteration did, from now on."""
+
+    @_abc_1.abstractmethod
+    def GetStatus(
+        self,
+        request: _router_pb2.GetStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.GetStatusResponse, _abc.Awaitable[_router_pb2.GetStatusResponse]]:
+        """How the server is, tier by tier. With API keys: for admins."""
 
 def add_RouterServicer_to_server(servicer: RouterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,6 +13,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from protos.v1 import common_pb2 as _common_pb2
+from protos.v1 import router_pb2 as _router_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -637,6 +638,7 @@ class GetLoadResponse(_message.Message):
     NUM_EXECUTORS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in a batch."""
     num_waiting: _builtins.int
@@ -653,6 +655,10 @@ class GetLoadResponse(_message.Message):
     """Sequences taken off their executor to be recomputed, since start."""
     num_steps: _builtins.int
     """Steps applied since start."""
+    @_builtins.property
+    def status(self) -> _router_pb2.SchedulerStatus:
+        """Name, version and term of this scheduler, and its executors; address and refusal are its caller's to fill."""
+
     def __init__(
         self,
         *,
@@ -664,10 +670,11 @@ class GetLoadResponse(_message.Message):
         num_executors: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
         num_steps: _builtins.int = ...,
+        status: _router_pb2.SchedulerStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_executors", b"num_executors", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_executors", b"num_executors", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import abc
+from collections import Counter, abc
 from dataclasses import replace
 from hashlib import sha256
 from typing import Final, TypeVar
@@ -79,6 +79,7 @@ class HttpApp:
         self._created = int(time.time())
         self._closed = False
         self._cut = asyncio.Event()
+        self.num_responses: Counter[int] = Counter()  # that began, by status
         self.asgi: ASGIApp = Starlette(
             routes=[
                 Route("/v1/completions", self._keyed(self._complete), methods=["POST"]),
@@ -91,7 +92,11 @@ class HttpApp:
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
                 *([] if live is None else self._page_routes(live)),
             ],
-            middleware=[Middleware(_SecurityHeaders), Middleware(_LimitedHead)],
+            middleware=[
+                Middleware(_CountedStatus, self.num_responses),
+                Middleware(_SecurityHeaders),
+                Middleware(_LimitedHead),
+            ],
             exception_handlers={HTTPException: _no_such_path},
         )
 
@@ -308,6 +313,22 @@ class _SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+class _CountedStatus:
+    """Counts how responses begin."""
+
+    def __init__(self, app: ASGIApp, num_responses: Counter[int]) -> None:
+        self._app = app
+        self._num_responses = num_responses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._num_responses[message["status"]] += 1
+            await send(message)
+
+        await self._app(scope, receive, send_counted)
 
 
 class _LimitedHead:

@@ -12,9 +12,10 @@ from typing import Final
 
 import structlog
 
-from router.latencies import Histogram, Latencies
+from router.latencies import Latencies
 from router.ride import Frame, Ride, Step
 from rpc.errors import RequestError
+from rpc.histogram import Histogram
 
 # A page gets what has come in this time as one event: 25 a second are a moving picture.
 EVENT_SECONDS: Final = 0.04

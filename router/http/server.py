@@ -12,11 +12,13 @@ from typing import ClassVar, Final
 import h11
 import structlog
 import uvicorn
+from prometheus_client.metrics_core import Metric
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from router.http.app import MAX_HEAD_BYTES, HttpApp
 from router.http.exchange import ABORT
 from rpc.listening import bound_socket
+from rpc.metrics import counters
 from rpc.tls import Tls
 
 # Connections that are idle, or whose last bytes their client does not take, are cut after this.
@@ -73,6 +75,15 @@ class HttpDoor:
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[taken]))
         return str(address)
+
+    def metrics(self) -> abc.Iterator[Metric]:
+        """How responses began."""
+        yield counters(
+            "http_responses",
+            "HTTP responses that began, by status.",
+            ("code",),
+            {(str(status),): count for status, count in self._app.num_responses.items()},
+        )
 
     def close(self) -> None:
         """New calls get 503 from now on; running ones are not touched."""

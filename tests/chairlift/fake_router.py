@@ -19,6 +19,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         self.requests: list[router_pb2.GenerateRequest] = []
         self.events: list[router_pb2.GenerateEvent] = []
         self.summaries: list[router_pb2.StepSummary] = []
+        self.status = router_pb2.GetStatusResponse()
         self.refusal: RequestError | None = None
         self.num_cancelled = 0
         self.wait: Any = None
@@ -39,6 +40,11 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
     async def Watch(self, request: router_pb2.WatchRequest, context: Any) -> Any:  # noqa: N802 - the contract's
         for summary in self.summaries:
             yield summary
+
+    async def GetStatus(self, request: router_pb2.GetStatusRequest, context: Any) -> Any:  # noqa: N802 - likewise
+        if self.refusal:
+            await abort(context, self.refusal)
+        return self.status
 
 
 def delta(text: str, index: int = 0) -> router_pb2.GenerateEvent:

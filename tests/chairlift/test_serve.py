@@ -85,7 +85,7 @@ def test_every_flag_is_known_to_the_services_it_is_handed_to() -> None:
         for field, takers in TAKEN_BY.items():
             if name in takers:
                 assert field in settings_class.model_fields, f"--{field} is no flag of the {name}"
-    assert set(TAKEN_BY) | {"listen"} == set(ServeSettings.model_fields)
+    assert set(TAKEN_BY) | {"listen", "metrics_listen"} == set(ServeSettings.model_fields)
 
 
 def test_a_flag_goes_to_those_that_take_it_and_to_no_other(tmp_path: Path) -> None:
@@ -127,11 +127,23 @@ def test_a_flag_goes_to_those_that_take_it_and_to_no_other(tmp_path: Path) -> No
     assert router.argv[router.argv.index("--model") + 1] == "m.gguf"
 
 
+def test_metrics_take_three_ports_in_a_row_the_routers_first(tmp_path: Path) -> None:
+    argv = ["--model", "m", "--metrics-listen", "[::1]:9464"]
+    settings = load(ServeSettings, argv, prog="chairlift serve")
+    where = {
+        one.name: one.argv[one.argv.index("--metrics-listen") + 1]
+        for one in services(settings, Path("m.gguf"), tmp_path)
+    }
+    assert where == {"router": "[::1]:9464", "scheduler": "[::1]:9465", "executor": "[::1]:9466"}
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--model", "/no/such/model"], "/no/such/model"),
         ([], "--model is missing"),
+        (["--model", ".", "--metrics-listen", "127.0.0.1:0"], "--metrics-listen is '127.0.0.1:0'"),
+        (["--model", ".", "--metrics-listen", "unix:/tmp/m"], "--metrics-listen is 'unix:/tmp/m'"),
         (["--model", ".", "--listen", "here"], "--listen is 'here'"),
         (["--model", ".", "--listen", "unix:/" + "x" * 120], "107"),
         (["--model", ".", "--seats", "4"], "unrecognized arguments: --seats 4"),

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.v1 import router_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from rpc.address import Address
 from rpc.channel import connect
+from tests.rig.scrape import Scrape, scrape
 from tests.rig.scripted_executor import Script, ScriptedExecutor
 from tests.rig.service_process import ServiceProcess
 
@@ -35,8 +36,9 @@ LIVE: "list[Cluster]" = []
 class Cluster:
     """Processes by name, each of which can be killed, stopped and started again under the same address."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *, has_metrics: bool = False) -> None:
         self.model = model
+        self._has_metrics = has_metrics
         self.folder = Path(tempfile.mkdtemp(prefix="cl-"))  # a socket's path has at most 107 bytes
         self._starts: dict[str, Callable[[], ServiceProcess]] = {}
         self._processes: dict[str, ServiceProcess] = {}
@@ -56,7 +58,8 @@ class Cluster:
         script = replace(script, log_path=script.log_path or str(self.folder / f"{name}.steps.jsonl"))
         script_path = self.folder / f"{name}.script.json"
         script_path.write_text(script.to_json())
-        self._run(name, lambda: ScriptedExecutor(script_path, script, self.address(name)))
+        own = self._metrics_flags(name)
+        self._run(name, lambda: ScriptedExecutor(script_path, script, self.address(name), *own))
 
     def start_scheduler(
         self, *flags: str, name: str = "scheduler", executors: Sequence[str] = ("executor",)
@@ -77,18 +80,29 @@ class Cluster:
             process.wait_until_serving()
 
     def _start(self, name: str, module: str, *flags: str) -> None:
-        listen = ("--listen", self.address(name), "--log-format", "json")
+        listen = ("--listen", self.address(name), "--log-format", "json", *self._metrics_flags(name))
         self._run(name, lambda: ServiceProcess(module, *listen, *flags))
 
     def _run(self, name: str, start: Callable[[], ServiceProcess]) -> None:
         self._starts[name] = start
         self._processes[name] = start()
 
+    def _metrics_flags(self, name: str) -> tuple[str, ...]:
+        return ("--metrics-listen", self.metrics_address(name)) if self._has_metrics else ()
+
     # --- one process --------------------------------------------------------------------------------
 
     def address(self, name: str) -> str:
         """Where the process of this name listens, or will."""
         return f"unix:{self.folder}/{name}.sock"
+
+    def metrics_address(self, name: str) -> str:
+        """Where the process of this name tells its metrics, if the cluster has them."""
+        return f"unix:{self.folder}/{name}.metrics"
+
+    def scrape(self, name: str) -> Scrape:
+        """What it tells now."""
+        return scrape(self.metrics_address(name))
 
     @property
     def names(self) -> set[str]:
@@ -195,9 +209,10 @@ def running(
     executor_flags: Sequence[str] = (),
     scheduler_flags: Sequence[str] = (),
     router_flags: Sequence[str] = (),
+    has_metrics: bool = False,
 ) -> Iterator[Cluster]:
     """One executor (scripted when a script is given), one scheduler, one router, all SERVING."""
-    with assembling(model) as cluster:
+    with assembling(model, has_metrics=has_metrics) as cluster:
         if script is None:
             cluster.start_executor(*executor_flags)
         else:
@@ -209,9 +224,9 @@ def running(
 
 
 @contextlib.contextmanager
-def assembling(model: Path) -> Iterator[Cluster]:
+def assembling(model: Path, *, has_metrics: bool = False) -> Iterator[Cluster]:
     """An empty cluster, for a test that starts its processes itself."""
-    cluster = Cluster(model)
+    cluster = Cluster(model, has_metrics=has_metrics)
     try:
         yield cluster
     except BaseException as error:

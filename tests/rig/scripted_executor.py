@@ -154,9 +154,10 @@ def expected_output(prompt: Sequence[int], num_tokens: int, script: Script | Non
 class ScriptedExecutor(ServiceProcess):
     """The process, and what it logged."""
 
-    def __init__(self, script_path: Path, script: Script, listen: str) -> None:
+    def __init__(self, script_path: Path, script: Script, listen: str, *flags: str) -> None:
         self._script = script
-        super().__init__("tests.rig.scripted_executor", "--script", str(script_path), "--listen", listen)
+        given = ("--script", str(script_path), "--listen", listen, *flags)
+        super().__init__("tests.rig.scripted_executor", *given)
 
     def steps(self) -> list[dict[str, Any]]:
         """One entry for each step that ran so far: see `_LoggingWork`. Needs `log_path` in the script."""
@@ -386,6 +387,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--script", type=Path, required=True)
     parser.add_argument("--listen", required=True)
     parser.add_argument("--grace-seconds", type=float, default=10.0)
+    parser.add_argument("--metrics-listen", default="")
     parser.add_argument("--log-level", default="info")
     flags = parser.parse_args(argv)
     script = Script.from_json(flags.script.read_text())
@@ -403,7 +405,9 @@ def main(argv: list[str] | None = None) -> None:
     async def serve() -> int:
         log.configure("executor", fmt="console", level=flags.log_level)
         return await servicer.serve(
-            ServiceSettings(listen=flags.listen, grace_seconds=flags.grace_seconds),
+            ServiceSettings(
+                listen=flags.listen, grace_seconds=flags.grace_seconds, metrics_listen=flags.metrics_listen
+            ),
             load,
             max_num_seqs=script.max_num_seqs,
             max_num_batched_tokens=script.max_num_batched_tokens,

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 
 import grpc
@@ -81,3 +82,23 @@ async def test_too_many_at_once_are_refused_for_now() -> None:
         assert {error.code for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert all(error.retry_after_seconds for error in refused)
         await opened.check(Regex("b"))
+
+
+async def test_a_process_that_died_in_between_is_replaced() -> None:
+    async with checks() as opened:
+        await opened.check(Choice(["a"]))
+        (idle,) = opened._idle
+        idle.kill()
+        await idle.wait()
+        await opened.check(Choice(["b"]))
+        assert opened._idle != [idle]
+
+
+async def test_processes_that_cannot_start_are_no_fault_of_the_constraint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    async with checks() as opened:
+        with pytest.raises(RequestError, match="cannot be checked now") as failed:
+            await opened.check(Choice(["a"]))
+        assert failed.value.code is grpc.StatusCode.UNAVAILABLE

@@ -193,6 +193,15 @@ async def test_watch_is_for_admins(doors: Doors) -> None:
     assert (await stub.Watch(router_pb2.WatchRequest(), metadata=key(BOSS)).read()).executor_id == "e"
 
 
+async def test_status_is_for_admins(doors: Doors) -> None:
+    stub = doors.router.stub
+    error = await refusal(stub.GetStatus(router_pb2.GetStatusRequest(), metadata=key(RED)))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    status = await stub.GetStatus(router_pb2.GetStatusRequest(), metadata=key(BOSS))
+    assert status.refusal == ""
+    assert [one.scheduler_id for one in status.schedulers] == [""], "this one tells nobody its load"
+
+
 async def test_a_removed_key_stops_working_for_new_calls_and_running_ones_go_on(
     doors: Doors, capsys: pytest.CaptureFixture[str]
 ) -> None:

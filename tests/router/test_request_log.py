@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.latencies import Latencies
 from router.request_log import (
     Delta,
     End,
@@ -43,7 +44,12 @@ def sampling(**changes: object) -> SamplingParams:
 
 
 def new_log(
-    *stops: str, n: int = 1, include: bool = False, deadline: float | None = None, **changes: object
+    *stops: str,
+    n: int = 1,
+    include: bool = False,
+    deadline: float | None = None,
+    latencies: Latencies | None = None,
+    **changes: object,
 ) -> RequestLog:
     return RequestLog(
         request_id="r",
@@ -57,6 +63,7 @@ def new_log(
         body_digest=b"d",
         deadline=deadline,
         received_at=10.0,
+        latencies=latencies,
     )
 
 
@@ -268,3 +275,22 @@ def test_a_drawn_seed_is_of_the_request_alone() -> None:
     assert len(seeds) == 4
     assert all(-(1 << 63) <= seed < 1 << 63 for seed in seeds)
     assert drawn_seed("", "a", b"d") in seeds
+
+
+def test_b111_ids_that_a_client_has_already_are_no_latencies() -> None:
+    latencies = Latencies()
+    (choice,) = new_log(latencies=latencies).choices
+    choice.resume([97, 98, 99], 11.0)
+    assert latencies == Latencies()
+    choice.append([100, 101], (), 11.5)
+    assert (latencies.num_tokens, sum(latencies.time_to_first_token.counts)) == (2, 1)
+    assert latencies.time_to_first_token.total == pytest.approx(0.5), "since it was resumed"
+
+
+def test_ids_behind_a_stop_string_are_wasted_and_no_output() -> None:
+    latencies = Latencies()
+    (choice,) = new_log("cd", latencies=latencies).choices
+    choice.append([ord(letter) for letter in "abcdef"], (), 11.0)
+    assert choice.end is not None
+    assert (latencies.num_tokens, latencies.num_wasted_tokens) == (len(choice.output_token_ids), 2) == (4, 2)
+    assert sum(latencies.inter_token.counts) == 3

@@ -96,7 +96,7 @@ async def test_a_plan_for_a_stream_that_has_ended_is_unreachable_not_a_fault(
             await anext(stream.results())
         for _ in range(2):
             with pytest.raises(ExecutorUnreachableError, match="ended"):
-                await stream.send(executor_pb2.BatchPlan(epoch=1, step_id=1))
+                await stream.send(executor_pb2.BatchPlan(epoch=1, step_id=1).SerializeToString())
 
 
 async def test_an_open_executor_tells_epoch_term_and_capacity(address: str, client: ExecutorClient) -> None:
@@ -117,7 +117,7 @@ async def test_a_stream_that_is_broken_off_is_gone_at_the_executor_too(
     async with serving_executor(executor, address):
         opened = await client.open("me")
         stream = client.execute()
-        await stream.send(executor_pb2.BatchPlan(epoch=opened.epoch, step_id=1))
+        await stream.send(executor_pb2.BatchPlan(epoch=opened.epoch, step_id=1).SerializeToString())
         assert (await anext(stream.results())).step_id == 1
         assert len(executor.streams) == 1
         stream.cancel()

@@ -193,9 +193,7 @@ async def test_an_executor_with_another_model_or_numbers_does_not_serve_beside_o
     router = await quick.shell.welcomed()
     quick.expect("other")
     await quick.serve(other, "other")
-    await until(
-        lambda: "does not fit the others" in quick.shell.loop._missing.get(quick.address("other"), "")
-    )
+    await until(lambda: "does not fit the others" in quick.shell.loop.missing.get(quick.address("other"), ""))
     await router.submit(1, "r1", [1, 7], 5)
     await until(lambda: 1 in router.finished)
     assert not other.plans
@@ -227,7 +225,7 @@ async def test_one_executor_under_two_addresses_is_attached_once(quick: Executor
     await quick.shell.welcomed()
     await quick.serve(executor, "alias")
     quick.expect("alias")
-    await until(lambda: "same executor" in quick.shell.loop._missing.get(quick.address("alias"), ""))
+    await until(lambda: "same executor" in quick.shell.loop.missing.get(quick.address("alias"), ""))
     await quick.attached("executor")
     assert quick.address("alias") not in quick.shell.core.executors
 

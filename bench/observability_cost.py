@@ -1,0 +1,156 @@
+"""What metrics cost: CPU seconds for 1,000 tokens, with the metrics port scraped against without one.
+
+    python -m bench.observability_cost [--model models/smollm2] [--rounds 9] [--streams 32] [--tokens 64]
+
+Two servers of three processes stand side by side, one with metrics (each process scraped once a second,
+fifteen times as often as is usual), one without. The same load goes to one and the other in turn, the first
+of each round alternating; what is compared is the CPU time of the processes, by the medians of all rounds.
+With a tiny model the executor computes next to nothing: the share of the metrics is the largest there can be.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.stack import Work, one
+from chairlift.calls import Router, router_at
+from rpc.address import Address
+from rpc.channel import connect
+
+TIERS = ("executor", "scheduler", "router")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Server:
+    """Three processes; `ports` are those of their metrics."""
+
+    def __init__(self, folder: Path, model: Path, *, has_metrics: bool) -> None:
+        self.ports: list[str] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self.address = Address(f"unix:{folder}/router.sock")
+        sockets = {tier: f"unix:{folder}/{tier}.sock" for tier in TIERS}
+        flags = {
+            "executor": ["--model", str(model)],
+            "scheduler": ["--executor", sockets["executor"]],
+            "router": ["--model", str(model), "--scheduler", sockets["scheduler"]],
+        }
+        for tier in TIERS:
+            own = ["--listen", sockets[tier], "--log-level", "warning", *flags[tier]]
+            if has_metrics:
+                own += ["--metrics-listen", "127.0.0.1:0"]
+            process = subprocess.Popen([sys.executable, "-m", tier, *own], stdout=subprocess.PIPE, text=True)
+            self._processes.append(process)
+            assert process.stdout is not None
+            process.stdout.readline()
+            if has_metrics:
+                self.ports.append(process.stdout.readline().strip().removeprefix("metrics on "))
+
+    async def ready(self) -> None:
+        """Returns when requests are served."""
+        async with connect(self.address, max_message_bytes=1 << 20) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            async for answer in watch:
+                if answer.status == answer.SERVING:
+                    watch.cancel()
+                    return
+
+    @property
+    def cpu_seconds(self) -> dict[str, float]:
+        """User and system time of each process so far."""
+        seconds = {}
+        for tier, process in zip(TIERS, self._processes, strict=True):
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            seconds[tier] = (int(fields[11]) + int(fields[12])) / _TICKS
+        return seconds
+
+    async def scrape(self) -> None:
+        """Asks every process once a second, until cancelled."""
+        while True:
+            for port in self.ports:
+                await asyncio.to_thread(
+                    lambda where: urllib.request.urlopen(where).read(), f"http://{port}/metrics"
+                )
+            await asyncio.sleep(1.0)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+@contextlib.asynccontextmanager
+async def scraped(server: Server) -> AsyncIterator[None]:
+    """A server while somebody looks at its metrics, if it has any."""
+    looking = asyncio.create_task(server.scrape()) if server.ports else None
+    try:
+        yield
+    finally:
+        if looking is not None:
+            looking.cancel()
+            await asyncio.wait([looking])
+
+
+async def round_of(server: Server, args: argparse.Namespace) -> dict[str, float]:
+    """CPU seconds for 1,000 tokens, by tier."""
+    works = [Work([5 + i, 6, 7, 8], args.tokens) for i in range(args.streams)]
+    async with router_at(Router(server.address)) as router, scraped(server):
+        before = server.cpu_seconds
+        for _ in range(args.waves):
+            await asyncio.gather(*(one(router, work, time.monotonic()) for work in works))
+        after = server.cpu_seconds
+    num_thousands = args.waves * args.streams * args.tokens / 1000
+    return {tier: (after[tier] - before[tier]) / num_thousands for tier in TIERS}
+
+
+async def compare(args: argparse.Namespace) -> None:
+    """Prints medians of both, and their ratio."""
+    with tempfile.TemporaryDirectory() as plain_folder, tempfile.TemporaryDirectory() as told_folder:
+        plain = Server(Path(plain_folder), args.model, has_metrics=False)
+        told = Server(Path(told_folder), args.model, has_metrics=True)
+        try:
+            rounds: dict[Server, list[dict[str, float]]] = {plain: [], told: []}
+            for server in rounds:
+                await server.ready()
+                await round_of(server, args)
+            for number in range(args.rounds):
+                for server in (plain, told) if number % 2 else (told, plain):
+                    rounds[server].append(await round_of(server, args))
+        finally:
+            plain.close()
+            told.close()
+    print(f"{'CPU s / 1,000 tokens':<22} {'without':>9} {'with':>9} {'ratio':>8}")
+    for tier in (*TIERS, "all"):
+        with_, without = (
+            statistics.median(sum(one.values()) if tier == "all" else one[tier] for one in rounds[server])
+            for server in (told, plain)
+        )
+        print(f"{tier:<22} {without:>9.4f} {with_:>9.4f} {with_ / without:>8.3f}")
+
+
+def main() -> None:
+    """Reads the flags and compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--waves", type=int, default=2, help="loads one after the other in a round")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    asyncio.run(compare(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

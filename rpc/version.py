@@ -1,0 +1,11 @@
+"""Which version of this distribution runs."""
+
+import importlib.metadata
+
+
+def version() -> str:
+    """As it was installed; "source" for a tree that was not."""
+    try:
+        return importlib.metadata.version("chairlift")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
