@@ -17,6 +17,7 @@ _COMMANDS = {
     "generate": "ask a running router and stream the answer",
     "pull": "fetch a model",
     "watch": "follow the batch of a running router, step by step",
+    "top": "the batch of a running router as a moving picture in the terminal",
     "explain": "where the time of one request went",
     "demo": "twelve questions at once, and what the batch did",
     "bench": "measure a model on this machine",
