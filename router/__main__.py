@@ -25,7 +25,7 @@ from rpc.server import SideDoor, main, serve
 from rpc.settings import load
 from rpc.tls import Tls
 
-# A scheduler that restarts, or hands over to its standby, must not take every router out of its load balancer.
+# A scheduler that restarts, or hands over to its standby, must not take every router out of its balancer.
 PATIENCE_SECONDS = 10.0
 SERVICE_NAME: str = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 

@@ -21,8 +21,8 @@ _log = structlog.get_logger()
 class Health:
     """Health of one process, under each service name given and under the empty name for the whole.
 
-    It starts NOT_SERVING, alive. `readiness` falls once that has lasted for `patience_seconds`, and at once when
-    the process is told to stop. An unknown name is answered NOT_FOUND (Watch: SERVICE_UNKNOWN).
+    It starts NOT_SERVING, alive. `readiness` falls once that has lasted for `patience_seconds`, and at once
+    when the process is told to stop. An unknown name is answered NOT_FOUND (Watch: SERVICE_UNKNOWN).
     """
 
     def __init__(self, service_names: Iterable[str], *, patience_seconds: float = 0.0) -> None:
