@@ -26,7 +26,8 @@ FILES = ("router", "common", "scheduler", "executor")
 HEAD = """# API reference
 
 Package `chairlift.v1`. Made from the comments in [`protos/v1`](../protos/v1) by `scripts/gen_api_docs.py`;
-change them there. How to use it: [clients.md](clients.md) for clients, [protocol.md](protocol.md) for executors.
+change them there. How to use it: [clients.md](clients.md) for clients, [protocol.md](protocol.md) for
+executors.
 """
 
 Comments = dict[tuple[int, ...], str]
