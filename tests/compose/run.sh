@@ -124,6 +124,14 @@ compose up --detach --no-recreate --scale executor=2
 until_healthy $(compose ps --quiet)
 ask
 
+say "the live page, and a standby that takes over"
+$python -c 'import urllib.request as web; assert b"Chairlift" in web.urlopen("http://127.0.0.1:8000/").read()'
+compose kill --signal SIGKILL scheduler
+ask
+compose up --detach --no-recreate --scale executor=2
+until_healthy $(compose ps --quiet)
+ask
+
 say "stopping"
 containers=$(compose ps --quiet)
 compose stop --timeout 40
