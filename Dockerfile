@@ -25,6 +25,11 @@ COPY ${SERVICE} ${SERVICE}
 # A router brings its HTTP door along; CHAIRLIFT_HTTP=0.0.0.0:8000 opens it.
 RUN extras="${SERVICE}"; if [ "${SERVICE}" = router ]; then extras=router,http; fi; \
     /opt/chairlift/bin/pip install --no-cache-dir --find-links /wheels ".[${extras}]"
+# The executor's kernels for every instruction set: its image has no compiler, and chooses at its start.
+RUN if [ "${SERVICE}" = executor ]; then \
+        command -v g++ || { apt-get update && apt-get install --yes --no-install-recommends g++; } && \
+        CHAIRLIFT_CACHE_DIR=/opt/chairlift/kernels /opt/chairlift/bin/python -m executor.kernels; \
+    fi
 
 # --- what every service's image is ----------------------------------------------------------------------
 FROM ${BASE_IMAGE} AS base
@@ -53,7 +58,7 @@ ENTRYPOINT ["python", "-m", "scheduler"]
 
 FROM base AS executor
 EXPOSE 50053
-ENV CHAIRLIFT_LISTEN=0.0.0.0:50053
+ENV CHAIRLIFT_LISTEN=0.0.0.0:50053 CHAIRLIFT_CACHE_DIR=/opt/chairlift/kernels
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s CMD ["python", "-m", "rpc.health_probe", "127.0.0.1:50053"]
 ENTRYPOINT ["python", "-m", "executor"]
 

@@ -114,7 +114,7 @@ def fairness() -> dict[str, Any]:
         points: list[tuple[float, float, float]] = []
 
         def note(run: LogicalRun = run, points: list[tuple[float, float, float]] = points) -> None:
-            x, y = (run.core.tenants.get(name) for name in "xy")
+            x, y = (run.core.tenants.get(name, 0.0) for name in "xy")
             services = (
                 INPUT_WEIGHT * item.num_input_tokens + OUTPUT_WEIGHT * item.num_output_tokens
                 for item in (x, y)

@@ -1,9 +1,12 @@
-"""`chairlift bench KIND`: the benchmarks that anyone can run on their own model."""
+"""`chairlift bench KIND`: the benchmarks that anyone can run on their own model or server."""
 
 import argparse
 import importlib
 
-_KINDS = {"offline": "a workload file, all at once: seconds and tokens"}
+_KINDS = {
+    "offline": "a workload file, all at once: seconds and tokens",
+    "serve": "an open load on a running server: times to first token and between tokens, goodput",
+}
 
 
 def main(argv: list[str]) -> int:

@@ -52,6 +52,9 @@ class ServeSettings(Settings):
     max_num_batched_tokens: int | None = Field(default=None, description="Most tokens in one step.")
     max_step_ms: float | None = Field(default=None, description="Longest step while anything decodes, ms.")
     window: int | None = Field(default=None, description="Most plans under way at once: 1 or 2.")
+    late_plans: bool | None = Field(
+        default=None, description="Whether plans leave as late as they can (default: yes)."
+    )
     batching: str | None = Field(
         default=None, description="iteration, or for comparison request, request-padded."
     )
@@ -112,6 +115,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "max_num_batched_tokens": ("executor", "scheduler"),
     "max_step_ms": ("scheduler",),
     "window": ("executor", "scheduler"),
+    "late_plans": ("scheduler",),
     "batching": ("scheduler",),
     "policy": ("scheduler",),
     "admission": ("scheduler",),

@@ -46,13 +46,26 @@ async def run() -> int:
     """Reads the settings and serves; returns the exit code."""
     config = settings.load(ExecutorSettings, sys.argv[1:], prog=PROG)
     log.configure("executor", fmt=config.log_format, level=config.log_level)
-    return await serve(
+    is_device_busy = False
+
+    def leave_device() -> None:
+        nonlocal is_device_busy
+        is_device_busy = True
+
+    code = await serve(
         config,
         partial(load_runner, config),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.token_budget,
         max_window=config.window,
+        on_device_busy=leave_device,
     )
+    if is_device_busy:
+        # Python would unwind the thread from inside of torch, which ends the process with an abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

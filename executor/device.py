@@ -219,10 +219,11 @@ class DeviceThread:
         self.submit(job, done)
         return await future
 
-    def close(self) -> None:
-        """End the thread after what it has; wait a second for it at most."""
+    def close(self) -> bool:
+        """End the thread after what it has; wait a second for it at most. Whether it has ended."""
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -321,10 +321,12 @@ async def serve(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_window: int,
+    on_device_busy: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve the runner that `load` makes until SIGTERM; returns the exit code.
 
-    The port opens at once; health says SERVING when the runner has made a real token.
+    The port opens at once; health says SERVING when the runner has made a real token. `on_device_busy` is
+    called at the end when the device's thread is still at work, loading or in a step that does not return.
     """
     health = Health([SERVICE_NAME])
     device = DeviceThread()
@@ -364,4 +366,5 @@ async def serve(
             drain=servicer.drain,
         )
     finally:
-        device.close()
+        if not device.close():
+            on_device_busy()

@@ -1,7 +1,6 @@
 """`python -m scheduler`: one scheduler process."""
 
 import asyncio
-import gc
 import secrets
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from rpc import log, server
 from rpc.address import Address
 from rpc.health import Health
 from rpc.settings import load
-from scheduler import wire
+from scheduler import collector, wire
 from scheduler.config import SchedulerSettings
 from scheduler.core import SchedulerCore
 from scheduler.leadership import Leadership
@@ -64,11 +63,7 @@ async def run(argv: list[str]) -> int:
         lease = Lease(settings.name, settings.lease_seconds)
         leadership = Leadership(lease, LeaseFile(Path(settings.lease)), loop, lead)
 
-    # What was loaded by now stays for good: the collector need not look at it, and may rest longer between
-    # looks at what lives briefly. A full collection in the step loop would be a pause for every stream.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 50, 100)
+    collector.settle()
 
     async def background() -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -63,20 +63,15 @@ class BlockManager:
         """`count` block ids of no known content, now held. Raises BlockError when there are fewer."""
         if count > self.num_free:
             raise BlockError(f"{count} blocks wanted, {self.num_free} can be had")
-        taken = []
-        for _ in range(count):
-            block_id = self.free_block_ids.pop() if self.free_block_ids else self._evict()
+        if not count:
+            return []
+        taken = self.free_block_ids[: -count - 1 : -1]
+        del self.free_block_ids[-count:]
+        while len(taken) < count:
+            taken.append(self._evict())
+        for block_id in taken:
             self._ref_counts[block_id] = 1
-            taken.append(block_id)
         return taken
-
-    def allocate_one(self) -> int:
-        """As `allocate(1)`, for the step loop."""
-        if not self.free_block_ids and not self._idle:
-            raise BlockError("1 block wanted, 0 can be had")
-        block_id = self.free_block_ids.pop() if self.free_block_ids else self._evict()
-        self._ref_counts[block_id] = 1
-        return block_id
 
     def _evict(self) -> int:
         block_id, _ = self._idle.popitem(last=False)
@@ -129,13 +124,6 @@ class BlockManager:
         """How many of these are idle: holding them takes them from what can be had."""
         ref_counts = self._ref_counts
         return sum(ref_counts[block_id] == 0 for block_id in block_ids)
-
-    def forget_content(self) -> None:
-        """Empties the index; idle blocks become free."""
-        self.free_block_ids += self._idle
-        self._idle.clear()
-        self._block_of.clear()
-        self._key_of = [None] * self.num_blocks
 
     # --- audit -------------------------------------------------------------------------------------------
 

@@ -73,6 +73,11 @@ class SchedulerSettings(ServiceSettings):
     window: int = Field(
         default=2, ge=1, le=2, description="Plans on their way to an executor at once: 1 or 2."
     )
+    late_plans: bool = Field(
+        default=True,
+        description="Whether the plan behind a running step leaves as late as it can, so that who comes "
+        "meanwhile waits for one step and not for two.",
+    )
     watermark: float = Field(
         default=0.01,
         ge=0,
@@ -178,6 +183,7 @@ class SchedulerSettings(ServiceSettings):
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_blocks=self.num_blocks,
             window=self.window,
+            late_plans=self.late_plans,
             max_step_us=None if self.max_step_ms is None else self.max_step_ms * 1000,
             policy=self.policy,
             admission=self.admission,

@@ -44,8 +44,6 @@ from scheduler.timers import Timers
 from scheduler.token_ids import NO_IDS, TokenIds
 from scheduler.waiting import Policy, WaitingQueue
 
-MIN_NAMED_AT_ONCE = 64
-
 
 @dataclass(slots=True)
 class Outcome:
@@ -98,6 +96,7 @@ class SchedulerCore:
         self.pace = Pace()
         self._time_lines = TimeLines()
         self._timers = Timers()
+        self._by_request: dict[tuple[str, str], dict[bytes, Sequence]] = {}  # by tenant and request id
         self._padding_sampling = padding_sampling
         self._cache_secret = cache_secret
         self._num_submitted = 0
@@ -125,7 +124,7 @@ class SchedulerCore:
             if live.state is not State.FINISHED:
                 self._end(live, Finish(FinishReason.ABORT), Event.ABORT)
             self.forget(live)
-        tenant = self.tenants.get(request.tenant)
+        tenant = self.tenants.get(request.tenant, now)
         try:
             door.check(self, request, tenant, now)
         except door.RefusedError:
@@ -137,6 +136,7 @@ class SchedulerCore:
         request = seq.request
         self._num_submitted += 1
         self.sequences[request.key] = seq
+        self._by_request.setdefault((request.tenant, request.request_id), {})[request.key] = seq
         seq.time_line = TimeLine(request.arrival, now, self.clocks)
         self.tenants.arrived(seq.tenant)
         self._wait(seq)
@@ -168,8 +168,13 @@ class SchedulerCore:
     def forget(self, seq: Sequence) -> None:
         """Drops the record of an ended sequence: its reader has everything."""
         assert seq.state is State.FINISHED
-        if self.sequences.get(seq.request.key) is seq:
-            del self.sequences[seq.request.key]
+        request = seq.request
+        if self.sequences.get(request.key) is seq:
+            del self.sequences[request.key]
+            choices = self._by_request[request.tenant, request.request_id]
+            del choices[request.key]
+            if not choices:
+                del self._by_request[request.tenant, request.request_id]
         seq.forget_at = None
 
     @property
@@ -215,9 +220,8 @@ class SchedulerCore:
     def explain(self, request_id: str, now: float, tenant: str = "") -> dict[int, list[Entry]]:
         """Where the time of a tenant's request went, by choice; empty when nothing is known of it."""
         lines = self._time_lines.of(tenant, request_id)
-        for seq in self.sequences.values():
-            is_it = seq.request.request_id == request_id and seq.request.tenant == tenant
-            if is_it and seq.time_line and seq.state is not State.FINISHED:
+        for seq in self._by_request.get((tenant, request_id), {}).values():
+            if seq.time_line and seq.state is not State.FINISHED:
                 lines[seq.request.sample_index] = seq.time_line.so_far(now, self.clocks)
         return lines
 
@@ -307,7 +311,9 @@ class SchedulerCore:
     # --- one iteration: the plan -------------------------------------------------------------------------
 
     def schedule(self, executor_id: str, now: float) -> BatchPlan | None:
-        """The next plan for this executor, or None: the window is full, or there is nothing to say.
+        """The next plan for this executor, or None: a full window, too early, or nothing to say.
+
+        When it is early, the state's `held_until` says when to ask again.
 
         Raises SessionBrokenError when the executor has failed to end a sequence, BlockError when blocks and
         holders were found to disagree.
@@ -316,12 +322,19 @@ class SchedulerCore:
         state = self.executors[executor_id]
         if state.fault is not None:
             raise state.fault
+        state.held_until = None
         if not state.session.can_send:
             return None
         if state.is_draining and not self._move_away(state):
             return None
+        if self.limits.late_plans and state.session.num_unanswered:
+            state.held_until = state.pace.held_until(now)
+            if state.held_until is not None:
+                return None
         # Each running sequence takes at most one block a step: with more free ones nobody can be short.
         if state.blocks.num_free < len(state.running) and not self._make_room(state):
+            return None
+        if state.crowded and not self._make_room_within(state):
             return None
         if not self._make_way(state):
             return None
@@ -339,7 +352,10 @@ class SchedulerCore:
     def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
         """One row for each running sequence with one token to compute; returns those with more."""
         unfinished: list[Sequence] = []
-        blocks = state.blocks
+        growing: list[Sequence] = []
+        num_early, early = policy.early_growth(
+            len(state.running), state.blocks.num_free, state.blocks.block_size
+        )
         members, seq_ids = rows.rows, rows.seq_ids
         budget, positions_sum = rows.budget, rows.positions_sum
         for seq_id, seq in state.running.items():
@@ -353,10 +369,8 @@ class SchedulerCore:
                 continue  # else its last token is in flight: a finish by length is foreseen
             if budget == 0:
                 continue
-            if position == seq.num_slots:
-                if not blocks.num_free:
-                    continue  # put off: nobody may be preempted yet
-                self._grow(state, seq, rows)
+            if position >= seq.num_slots - early and not self._has_slot(state, seq, growing, num_early):
+                continue  # put off: nobody may be preempted yet
             members.append(seq)
             seq_ids.append(seq_id)
             positions_sum += position
@@ -369,18 +383,36 @@ class SchedulerCore:
         rows.num_tokens = [1] * len(members)
         rows.num_samples = [1] * len(members)
         rows.budget, rows.positions_sum = budget, positions_sum
+        if growing:
+            self._grow(state, growing, rows)
         return unfinished
 
-    def _grow(self, state: ExecutorState, seq: Sequence, rows: Rows) -> None:
-        block_id = state.blocks.allocate_one()
-        seq.block_table.append(block_id)
-        seq.num_slots += state.blocks.block_size
+    def _has_slot(self, state: ExecutorState, seq: Sequence, growing: list[Sequence], num_early: int) -> bool:
+        """Whether `seq` has a slot for its next token. It may get a block for it, or for a later one."""
+        if seq.num_computed_tokens < seq.num_slots:
+            if len(growing) >= num_early or seq.num_slots >= seq.max_len - 1 or not seq.tenant.may_grow:
+                return True
+        elif len(growing) >= state.blocks.num_free:
+            return False
+        elif not seq.tenant.may_grow:
+            state.crowded[seq.tenant] = None
+            return False
         seq.tenant.meter(1, self._now)
-        rows.grown_seq_ids.append(seq.seq_id)
-        rows.num_new_blocks.append(1)
-        rows.new_block_ids.append(block_id)
-        # The block before is full when this plan has answered: the row that filled it came before.
-        rows.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
+        growing.append(seq)
+        return True
+
+    def _grow(self, state: ExecutorState, growing: list[Sequence], rows: Rows) -> None:
+        """One more block for each of these."""
+        block_ids = state.blocks.allocate(len(growing))
+        block_size = state.blocks.block_size
+        for seq, block_id in zip(growing, block_ids, strict=True):
+            seq.block_table.append(block_id)
+            seq.num_slots += block_size
+            rows.grown_seq_ids.append(seq.seq_id)
+            # What the blocks before hold is computed when this plan has answered.
+            rows.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
+        rows.num_new_blocks = [1] * len(growing)
+        rows.new_block_ids = block_ids
 
     def _cut_to_step_time(self, state: ExecutorState, rows: Rows) -> None:
         """While anything decodes, chunks may only fill the wanted step duration.
@@ -531,7 +563,7 @@ class SchedulerCore:
     def _place(self, state: ExecutorState, seq: Sequence, matched: list[int], rows: Rows) -> None:
         """Admits `seq`: blocks for its whole context, the beginning of which was found in the cache."""
         blocks = state.blocks
-        self.waiting.remove(seq)
+        self.waiting.admit(seq, self._now)
         num_cached_tokens = len(matched) * blocks.block_size
         if not seq.has_started:
             seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)
@@ -605,7 +637,9 @@ class SchedulerCore:
         state.has_ghosts = False
         session.sent(plan)
         num_tokens = sum(rows.num_tokens)
-        state.clock.sent(state.step_time.predict_us(num_tokens), self._now)
+        predicted_us = state.step_time.predict_us(num_tokens) if num_tokens else 0.0
+        state.clock.sent(predicted_us, self._now)
+        state.pace.sent(self._now, None if predicted_us is None else predicted_us / 1e6)
         self.counters.scheduled_tokens += num_tokens
         return plan
 
@@ -627,6 +661,7 @@ class SchedulerCore:
         state.clock.answered(now)
         if result.total_us and plan.rows:
             state.step_time.observe(sum(plan.num_tokens), result.total_us)
+        state.pace.answered(now, result.total_us / 1e6, result.idle_us / 1e6)
         state.is_draining = result.draining
         state.leaves_at = now + result.seconds_to_leave
         state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us
@@ -727,10 +762,14 @@ class SchedulerCore:
         # Those who decode have time: when many fill a block in the same step, names are made over several.
         later = state.to_register
         later.extend(plan.outgrown)
-        for _ in range(min(len(later), max(MIN_NAMED_AT_ONCE, len(state.running) // 8))):
+        for _ in range(
+            min(len(later), policy.num_named_at_once(len(state.running), state.blocks.block_size))
+        ):
             seq, seq_id, num_computed_tokens = later.popleft()
             if seq.seq_id == seq_id and not seq.is_padding:
-                self._look_again(state.cache.register(seq, num_computed_tokens))
+                followers = state.cache.register(seq, num_computed_tokens)
+                if followers:
+                    self._look_again(followers)
 
     # --- making room -------------------------------------------------------------------------------------
 
@@ -747,13 +786,32 @@ class SchedulerCore:
                 return True
             if state.session.num_unanswered:
                 return False
-            seq = policy.victim(state.running.values(), state.recompute_tokens)
+            seq = policy.victim(state.running.values(), state.recompute_tokens, state.num_freed)
             if seq is None:
                 return True
-            if not seq.is_padding:
-                self.counters.preemptions += 1
-                seq.num_preemptions += 1
-            self._preempt(state, seq, "blocks ran out")
+            self._preempt_for_blocks(state, seq, "blocks ran out")
+
+    def _make_room_within(self, state: ExecutorState) -> bool:
+        """Preempts one of each tenant that its own block limit keeps from growing; False: results come first.
+
+        One at a time is enough: it held a block at least, and those left want one each. The last one left to
+        a tenant is not held to its limit, so somebody always gets on.
+        """
+        if state.session.num_unanswered:
+            return False
+        for tenant in state.crowded:
+            members = [seq for seq in state.running.values() if seq.tenant is tenant]
+            seq = policy.victim(members, state.recompute_tokens, lambda seq: len(seq.block_table))
+            if seq is not None and not tenant.may_grow:
+                self._preempt_for_blocks(state, seq, f"tenant {tenant.name!r} is at its own block limit")
+        state.crowded = {}
+        return True
+
+    def _preempt_for_blocks(self, state: ExecutorState, seq: Sequence, why: str) -> None:
+        if not seq.is_padding:
+            self.counters.preemptions += 1
+            seq.num_preemptions += 1
+        self._preempt(state, seq, why)
 
     def _make_way(self, state: ExecutorState) -> bool:
         """Displaces the less important for the next one who waits; False when results must come in first."""
@@ -899,6 +957,16 @@ class SchedulerCore:
     @property
     def _eos_token_ids(self) -> frozenset[int]:
         return next((state.capacity.eos_token_ids for state in self.executors.values()), frozenset())
+
+    def has_sibling(self, request: Request) -> bool:
+        """Whether another choice of the same request lives."""
+        choices = self._by_request.get((request.tenant, request.request_id), {})
+        return any(seq.state is not State.FINISHED for seq in choices.values())
+
+    @property
+    def num_free_seats(self) -> int:
+        """Seats of all executors that nobody has."""
+        return sum(max(0, state.max_num_seqs - len(state.running)) for state in self.executors.values())
 
     @property
     def is_idle(self) -> bool:

@@ -1,7 +1,8 @@
 """Who is not taken in, and why: the checks of a new request, each with a sentence for its client.
 
 A resubmission of a request that its client was already told to be accepted is counted everywhere and refused
-nowhere but for being impossible. Pure.
+nowhere but for being impossible. The choices of one request are taken or refused as a whole: once one of them
+was taken in, load is no reason to refuse the others. Pure.
 """
 
 from typing import TYPE_CHECKING
@@ -41,9 +42,9 @@ def check(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -
     """Raises RefusedError when the request is not taken in; else charges its rates."""
     _check_fits(core, request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens
-    if not request.accepted_before:
+    if not request.accepted_before and not core.has_sibling(request):
         _check_queue(core, request, now)
-        _check_tenant(tenant, request, num_tokens, now)
+        _check_tenant(core, tenant, request, num_tokens, now)
         _check_hopeless(core, request, tenant, now)
     if tenant.requests is not None:
         tenant.requests.take(1, now)
@@ -70,11 +71,9 @@ def _check_fits(core: "SchedulerCore", request: Request) -> None:
 def _check_queue(core: "SchedulerCore", request: Request, now: float) -> None:
     limits = core.limits
     num_waiting = len(core.waiting)
-    if limits.max_queued is not None:
-        free_seats = sum(max(0, state.max_num_seqs - len(state.running)) for state in core.executors.values())
-        if num_waiting - free_seats >= limits.max_queued:
-            sentence = f"{num_waiting} requests are waiting, the limit is {limits.max_queued}"
-            raise _overloaded(core, sentence, now)
+    if limits.max_queued is not None and num_waiting - core.num_free_seats >= limits.max_queued:
+        sentence = f"{num_waiting} requests are waiting, the limit is {limits.max_queued}"
+        raise _overloaded(core, sentence, now)
     if limits.max_queued_tokens is not None:
         num_tokens = len(request.prompt_token_ids)
         if num_tokens > limits.max_queued_tokens:
@@ -90,11 +89,16 @@ def _check_queue(core: "SchedulerCore", request: Request, now: float) -> None:
             raise _overloaded(core, sentence, now)
 
 
-def _check_tenant(tenant: Tenant, request: Request, num_tokens: int, now: float) -> None:
+def _check_tenant(
+    core: "SchedulerCore", tenant: Tenant, request: Request, num_tokens: int, now: float
+) -> None:
     limits = tenant.limits
     whose = f"tenant {tenant.name!r}"
-    if limits.max_queued is not None and tenant.num_waiting >= limits.max_queued:
-        sentence = f"{whose} has {tenant.num_waiting} requests waiting, its limit is {limits.max_queued}"
+    if limits.max_queued is not None and tenant.num_waiting - _own_seats(core, tenant) >= limits.max_queued:
+        sentence = (
+            f"{whose} has {tenant.num_waiting} requests waiting, "
+            f"its limit is {limits.max_queued} beyond the free seats"
+        )
         raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, sentence, 1.0)
     if limits.max_queued_tokens is not None:
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -113,6 +117,13 @@ def _check_tenant(tenant: Tenant, request: Request, num_tokens: int, now: float)
         if limiter is not None and wait > 0:
             sentence = f"{whose} is at its rate limit of {limiter.per_minute:g} {unit} a minute"
             raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, f"{sentence}; try again in {wait:.1f} s", wait)
+
+
+def _own_seats(core: "SchedulerCore", tenant: Tenant) -> int:
+    """Free seats that its own limit lets the tenant take: who waits for one of them is hardly queued."""
+    free = core.num_free_seats
+    limit = tenant.limits.max_running
+    return free if limit is None else min(free, max(0, limit - tenant.num_running))
 
 
 def _check_hopeless(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -> None:

@@ -58,8 +58,7 @@ def find(
 ) -> Fits | Blocked | PassedOver | None:
     """Whether `seq`, the next one, may enter; None when its names are still being made."""
     tenant = seq.tenant
-    num_blocks = state.blocks.blocks_for(len(seq.token_ids))
-    if not tenant.may_run_one_more or not tenant.may_hold(num_blocks):
+    if not _tenant_allows(core, state, seq):
         core.waiting.set_aside(tenant)
         return PassedOver(Reason.QUEUED_FOR_TENANT, f"tenant {tenant.name!r} is at its own limit")
     matched = state.cache.matched(seq)
@@ -77,6 +76,24 @@ def find(
         return Fits(matched)
     state.too_full_for = seq
     return Blocked()
+
+
+def _tenant_allows(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> bool:
+    """Whether the own limits of its tenant let `seq` enter.
+
+    Where whole lengths are reserved, those of the tenant's own sequences are, so that none of them is ever
+    preempted for its limit either.
+    """
+    tenant = seq.tenant
+    if not tenant.may_run_one_more or not tenant.may_hold(state.blocks.blocks_for(len(seq.token_ids))):
+        return False
+    if tenant.limits.max_blocks is None or not tenant.num_running:
+        return True
+    if core.limits.admission is not Admission.RESERVE:
+        return True
+    members = (member for other in core.executors.values() for member in other.running.values())
+    own = [member for member in members if member.tenant is tenant]
+    return policy.blocks_to_reserve(seq, own, state.blocks.block_size) <= tenant.limits.max_blocks
 
 
 def _has_room(
@@ -129,8 +146,7 @@ def _has_room(
 
 def who_makes_way(core: "SchedulerCore", state: ExecutorState, head: Sequence) -> list[Sequence]:
     """Less important sequences whose leaving lets `head` enter now; empty when it needs or gets none."""
-    tenant = head.tenant
-    if not tenant.may_run_one_more or not tenant.may_hold(state.blocks.blocks_for(len(head.token_ids))):
+    if not _tenant_allows(core, state, head):
         return []
     matched = state.cache.matched(head)
     if matched is None or state.cache.leader_of(head, len(matched)) is not None:

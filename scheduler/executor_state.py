@@ -8,12 +8,14 @@ from collections import deque
 from scheduler.batching import Batching
 from scheduler.blocks import BlockError, BlockManager
 from scheduler.executor_session import ExecutorSession
+from scheduler.pace import Pace
 from scheduler.plan import Capacity, Leaver
 from scheduler.policy import Limits
 from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence
 from scheduler.step_clock import StepClock
 from scheduler.step_time import StepTimeModel
+from scheduler.tenants import Tenant
 
 
 class ExecutorState:
@@ -25,10 +27,12 @@ class ExecutorState:
         "cache",
         "capacity",
         "clock",
+        "crowded",
         "entering",
         "executor_id",
         "fault",
         "has_ghosts",
+        "held_until",
         "is_away",
         "is_draining",
         "is_hashing",
@@ -41,6 +45,7 @@ class ExecutorState:
         "next_seq_id",
         "num_queued_tokens",
         "num_running_of",
+        "pace",
         "previous_idle_us",
         "previous_step_us",
         "released_seq_ids",
@@ -80,6 +85,8 @@ class ExecutorState:
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()
         self.clock = StepClock()
+        self.pace = Pace()
+        self.held_until: float | None = None  # the next plan is not to leave before this time
         self.running: dict[int, Sequence] = {}  # by seq_id, in order of admission
         self.num_running_of: dict[int, int] = {}  # by importance class
         self.too_full_for: Sequence | None = None  # the head that found no room: nothing has left since
@@ -95,6 +102,7 @@ class ExecutorState:
         self.look_again_at: float | None = None  # it is idle, and left somebody to another one
         self.to_register: deque[tuple[Sequence, int, int]] = deque()  # full blocks still to be made known
         self.made_way_for: Sequence | None = None  # who enters first in this plan
+        self.crowded: dict[Tenant, None] = {}  # their own block limit stops them
         self.fault: BlockError | None = None  # blocks and holders disagree: the epoch must end
         self.is_hashing = False  # a long prompt waits for its names: plan again even if nothing else happens
         self.previous_step_us = 0  # of the newest answered step, for those who watch
@@ -127,9 +135,13 @@ class ExecutorState:
         """The largest priority value among the running; None when nobody runs."""
         return max(self.num_running_of, default=None)
 
+    def num_freed(self, seq: Sequence) -> int:
+        """Blocks that can be had when `seq` gives its own up: those it shares stay with the others."""
+        return self.blocks.num_private(seq.block_table)
+
     def recompute_tokens(self, seq: Sequence) -> int:
         """Computed tokens lost when `seq` gives its blocks up; those in shared blocks are found again."""
-        num_shared = len(seq.block_table) - self.blocks.num_private(seq.block_table)
+        num_shared = len(seq.block_table) - self.num_freed(seq)
         return max(0, seq.num_computed_tokens - num_shared * self.blocks.block_size)
 
     @property

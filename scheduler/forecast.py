@@ -53,12 +53,16 @@ class LengthModel:
 
 
 def peak_blocks(members: Iterable[tuple[int, int]], block_size: int) -> int:
-    """Largest number of blocks ever held, for members of (tokens now, tokens still to come)."""
+    """Blocks expected at the peak, for members of (tokens now, tokens still to come).
+
+    An expectation, not a bound: the last block of each member is taken to be half full, as it is on average.
+    The true peak may be above it by half a block for each member, and one.
+    """
     by_remaining: Sequence[tuple[int, int]] = sorted(members, key=lambda item: -item[1])
     held = 0
     peak = 0
     for count, (num_tokens, remaining) in enumerate(by_remaining, start=1):
         held += num_tokens
-        # Every member that is still there has grown by `remaining`; each may leave a block half empty.
+        # Every member that is still there has grown by `remaining`; each leaves half a block empty.
         peak = max(peak, held + count * remaining + count * (block_size // 2))
     return -(-peak // block_size)

@@ -279,7 +279,10 @@ class SchedulerLoop:
             while not results.done():
                 wake.clear()
                 await self._send_plans(executor_id, stream)
-                with self._waking_at(state.look_again_at, wake):
+                look_at = state.look_again_at
+                if look_at is not None:
+                    look_at = max(look_at, self.now() + _MIN_LOOK_SECONDS)
+                with self._waking_at(look_at, wake), self._waking_at(state.held_until, wake):
                     await wake.wait()
             if not watch.done():
                 results.result()
@@ -305,7 +308,6 @@ class SchedulerLoop:
         if when is None:
             yield
             return
-        when = max(when, self.now() + _MIN_LOOK_SECONDS)
         timer = asyncio.get_running_loop().call_at(when, wake.set)
         try:
             yield

@@ -25,6 +25,8 @@ from scheduler.waiting import Policy
 MIN_TOKENS_BEFORE_DISPLACEMENT = 8  # hysteresis: a newcomer is left alone until it has got somewhere
 MAX_DISPLACEMENTS = 3  # afterwards it stays to its end
 FREE_RECOMPUTE_TOKENS = 256  # displacing never counts as too dear below this
+MIN_NAMED_AT_ONCE = 64
+MIN_RUNNING_TO_SPREAD = 128  # fewer may take their blocks all in one step
 
 
 class Admission(Enum):
@@ -45,6 +47,7 @@ class Limits:
     max_num_batched_tokens: int | None = None
     num_blocks: int | None = None
     window: int = 2
+    late_plans: bool = False  # the plan behind a running step leaves as late as it can
     max_step_us: float | None = None  # wanted step duration while anything decodes
     policy: Policy = Policy.FCFS
     admission: Admission = Admission.FORECAST
@@ -60,15 +63,40 @@ class Limits:
     result_keep_seconds: float = 60.0
 
 
-def victim(running: Iterable[Sequence], recompute_tokens: Callable[[Sequence], int]) -> Sequence | None:
+def early_growth(num_running: int, num_free: int, block_size: int) -> tuple[int, int]:
+    """How many blocks a step may hand out ahead of need, and from how many tokens before the need on.
+
+    Equal prompts that entered together fill their blocks in the same step. So that handing out thousands of
+    blocks makes no pause, it is spread over half a block's worth of steps, while there is plenty of room.
+    """
+    num_tokens = block_size // 2
+    if num_running < MIN_RUNNING_TO_SPREAD or num_free < 2 * num_running or not num_tokens:
+        return 0, 0
+    return num_running // num_tokens + 1, num_tokens
+
+
+def num_named_at_once(num_running: int, block_size: int) -> int:
+    """How many full blocks get their names in one step.
+
+    Those who decode fill a block each `block_size` steps: this is somewhat more than they fill on average.
+    """
+    return max(MIN_NAMED_AT_ONCE, 4 * num_running // (3 * block_size) + 1)
+
+
+def victim(
+    running: Iterable[Sequence],
+    recompute_tokens: Callable[[Sequence], int],
+    num_freed: Callable[[Sequence], int],
+) -> Sequence | None:
     """Whom to preempt for blocks, or None when everybody has only just come.
 
     A padding row goes first; then the least important, the cheapest to recompute among them, the latest of
-    those. `recompute_tokens` tells what its own blocks hold: shared ones will be found again.
+    those. `recompute_tokens` tells what its own blocks hold: shared ones will be found again. `num_freed`
+    tells how many blocks come free: who frees none is spared while anybody frees some.
     """
     candidates = [seq for seq in running if seq.has_progressed or seq.is_padding]
     return max(
-        candidates,
+        [seq for seq in candidates if num_freed(seq)] or candidates,
         key=lambda seq: (
             seq.is_padding,
             seq.request.priority,

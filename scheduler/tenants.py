@@ -8,6 +8,7 @@ is not banked; nobody is ever held back while a seat is empty (work-conserving).
 Pure: time comes in as an argument.
 """
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -52,6 +53,11 @@ class RateLimiter:
         """Takes `amount`; an accepted request that comes again may leave a debt."""
         self._fill(now)
         self.level -= amount
+
+    def is_full(self, now: float) -> bool:
+        """Whether nothing of what was taken is remembered any more."""
+        self._fill(now)
+        return self.level >= self.per_minute
 
     def _fill(self, now: float) -> None:
         if self.updated is None:
@@ -101,9 +107,23 @@ class Tenant:
         return self.limits.max_running is None or self.num_running < self.limits.max_running
 
     def may_hold(self, num_blocks: int) -> bool:
-        """Whether its own block limit lets it hold so many more; a first sequence may always."""
+        """Whether its own block limit lets one more sequence hold so many; a first one may always."""
         limit = self.limits.max_blocks
         return limit is None or self.num_running == 0 or self.num_blocks + num_blocks <= limit
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether its own block limit lets a sequence take a further block; a lone one may always."""
+        limit = self.limits.max_blocks
+        return limit is None or self.num_running == 1 or self.num_blocks < limit
+
+    def is_as_new(self, floor: float, now: float) -> bool:
+        """Whether a new one that starts at the service `floor` would be no better off."""
+        return (
+            not self.has_work
+            and self.service <= floor
+            and all(limiter is None or limiter.is_full(now) for limiter in (self.requests, self.tokens))
+        )
 
     def meter(self, num_blocks: int, now: float) -> None:
         """It holds `num_blocks` more (or, negative, less) from now on."""
@@ -113,9 +133,22 @@ class Tenant:
 
 
 class Tenants:
-    """All tenants seen so far. Idle ones that nobody configured are dropped when they grow too many."""
+    """All tenants seen so far.
 
-    __slots__ = ("_by_name", "_configured", "_default", "_last_service")
+    Ones that nobody configured are dropped when they grow too many, but only those that are as good as new:
+    nobody gains by being forgotten. So a minute's names are kept in any case.
+    """
+
+    __slots__ = (
+        "_by_name",
+        "_by_service",
+        "_configured",
+        "_default",
+        "_drop_above",
+        "_last_service",
+        "_listed",
+        "dropped_block_seconds",
+    )
 
     MAX_UNKNOWN = 10_000
 
@@ -126,13 +159,17 @@ class Tenants:
         self._default = default or TenantLimits()
         self._by_name: dict[str, Tenant] = {}
         self._last_service = 0.0  # of who had work last: where the next one starts when all were idle
+        self._by_service: list[tuple[float, str, Tenant]] = []  # who has work; the service was so or is more
+        self._listed: set[Tenant] = set()  # there
+        self._drop_above = self.MAX_UNKNOWN + len(self._configured)
+        self.dropped_block_seconds = 0.0  # metered for tenants that were dropped since
 
-    def get(self, name: str) -> Tenant:
+    def get(self, name: str, now: float) -> Tenant:
         """The tenant of that name."""
         tenant = self._by_name.get(name)
         if tenant is None:
-            if len(self._by_name) > self.MAX_UNKNOWN + len(self._configured):
-                self._drop_idle()
+            if len(self._by_name) > self._drop_above:
+                self._drop_idle(now)
             tenant = Tenant(name, self._configured.get(name, self._default))
             tenant.lifted = self._floor()
             self._by_name[name] = tenant
@@ -142,6 +179,9 @@ class Tenants:
         """A request of `tenant` is about to wait: if it was idle, its idle time is not banked."""
         if not tenant.has_work:
             tenant.lifted += max(0.0, self._floor() - tenant.service)
+        if tenant not in self._listed:
+            self._listed.add(tenant)
+            heapq.heappush(self._by_service, (tenant.service, tenant.name, tenant))
 
     def left(self, tenant: Tenant) -> None:
         """Something of `tenant` has ended."""
@@ -150,14 +190,33 @@ class Tenants:
 
     def _floor(self) -> float:
         """Service of the least served tenant with work; of the last one that had any when all are idle."""
-        return min(
-            (item.service for item in self._by_name.values() if item.has_work), default=self._last_service
-        )
+        by_service = self._by_service
+        while by_service:
+            service, name, tenant = by_service[0]
+            if not tenant.has_work:
+                heapq.heappop(by_service)
+                self._listed.remove(tenant)
+            elif tenant.service > service:  # it only grows: put right when it comes up
+                heapq.heapreplace(by_service, (tenant.service, name, tenant))
+            else:
+                return service
+        return self._last_service
 
-    def _drop_idle(self) -> None:
-        self._by_name = {
-            name: item for name, item in self._by_name.items() if item.has_work or name in self._configured
-        }
+    def _drop_idle(self, now: float) -> None:
+        floor = self._floor()
+        dropped = [
+            item
+            for name, item in self._by_name.items()
+            if name not in self._configured and item.is_as_new(floor, now)
+        ]
+        for tenant in dropped:
+            del self._by_name[tenant.name]
+            self.dropped_block_seconds += tenant.block_seconds
+        self._by_service = [item for item in self._by_service if item[2].has_work]
+        heapq.heapify(self._by_service)
+        self._listed = {tenant for _, _, tenant in self._by_service}
+        # Where hardly any can go, nothing is gained by looking again at the next name.
+        self._drop_above = max(self.MAX_UNKNOWN + len(self._configured), 2 * len(self._by_name))
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._by_name.values())

@@ -1,7 +1,9 @@
 """The waiting sequences, in order of service.
 
-Importance class first (lower is served first), then the policy's order, then arrival. A class improves by one
-for every `aging_seconds` that its oldest member has waited, so that nothing starves.
+Importance class first (lower is served first), then the policy's order, then arrival. A class behind the best
+one improves by one for every `aging_seconds` that its oldest member has waited, so that nothing starves. What
+it wins by that is one turn: when one of its members has entered before somebody more important, it begins
+anew. So however many are aged, a class takes one seat in (difference + 1) * `aging_seconds` from the best.
 
     class 0 ─┬─ tenant a ─ heap of its sequences      the next one of a class is the head of the tenant whose
              └─ tenant b ─ heap of its sequences      turn it is: `fcfs`, `deadline`: the best head;
@@ -15,6 +17,7 @@ is swept out when it comes up. So neither a step nor a cancel depends on how man
 """
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,7 +29,7 @@ _PARKED = 0  # no entry of a heap has this number
 _SLACK = 64  # stale entries that are not worth sweeping
 
 Key = tuple[bool, float, float, int]
-Rank = tuple[bool, float, float, int]
+Rank = tuple[float, float, float, int]
 
 
 class Policy(Enum):
@@ -47,7 +50,13 @@ class _Class:
     ready: list[tuple[Rank, int, Tenant]] = field(default_factory=list)
     ready_entry: dict[Tenant, int] = field(default_factory=dict)  # the one entry of `ready` that counts
     ready_rank: dict[Tenant, Rank] = field(default_factory=dict)
-    oldest: list[tuple[float, int, Sequence]] = field(default_factory=list)  # by how long they wait
+    ages: dict[Tenant, list[tuple[float, int, Sequence]]] = field(
+        default_factory=dict
+    )  # by how long they wait
+    oldest: list[tuple[float, int, Tenant]] = field(default_factory=list)  # tenants, by their oldest member
+    oldest_entry: dict[Tenant, int] = field(default_factory=dict)  # the one entry of `oldest` that counts
+    num_entries: int = 0  # of the heaps, stale ones included, at most
+    turn_at: float = -math.inf  # when one of it last entered before somebody more important
 
 
 class WaitingQueue:
@@ -96,6 +105,16 @@ class WaitingQueue:
             del self.counts[group]
         seq.tenant.num_waiting_tokens -= num_tokens
 
+    def admit(self, seq: Sequence, now: float) -> None:
+        """Takes out one that enters a batch. Passing somebody more important is its class's turn."""
+        self.remove(seq)
+        priority = seq.request.priority
+        classes = list(self._classes.values())
+        if any(better.priority < priority and self._head(better) is not None for better in classes):
+            for of_class in classes:
+                if of_class.priority == priority:
+                    of_class.turn_at = now
+
     def park(self, seq: Sequence) -> None:
         """`seq` still waits, but is not served before `unpark`."""
         self._entry_of[seq] = _PARKED
@@ -118,6 +137,8 @@ class WaitingQueue:
             for of_class in self._classes.values():
                 if tenant in of_class.heaps:
                     self._offer(of_class, tenant)
+                if of_class.ages.get(tenant):
+                    self._offer_age(of_class, tenant)
 
     def _add_entry(self, seq: Sequence) -> None:
         self._next_entry += 1
@@ -128,10 +149,14 @@ class WaitingQueue:
             of_class = self._classes[name] = _Class(*name)
         heap = of_class.heaps.setdefault(seq.tenant, [])
         heapq.heappush(heap, (self._key(seq), self._next_entry, seq))
-        heapq.heappush(of_class.oldest, (seq.waiting_since, self._next_entry, seq))
+        ages = of_class.ages.setdefault(seq.tenant, [])
+        heapq.heappush(ages, (seq.waiting_since, self._next_entry, seq))
+        of_class.num_entries += 1
+        if ages[0][2] is seq:
+            self._offer_age(of_class, seq.tenant)
         if heap[0][2] is seq:
             self._offer(of_class, seq.tenant)
-        if len(of_class.oldest) > _SLACK + 2 * len(self._entry_of):
+        if of_class.num_entries > _SLACK + 2 * len(self._entry_of):
             self._sweep(of_class)
 
     def _key(self, seq: Sequence) -> Key:
@@ -143,28 +168,58 @@ class WaitingQueue:
 
     def peek(self, now: float, *, but_recovering: bool = False) -> Sequence | None:
         """Who is served next, or None; `but_recovering`: among those that did not lose their executor."""
-        best: tuple[float, int, bool] | None = None
-        head: Sequence | None = None
-        for of_class in list(self._classes.values()):
-            if but_recovering and of_class.is_recovering:
-                continue
-            candidate = self._head(of_class)
-            if candidate is None:
-                continue
-            priority = of_class.priority
-            rank = (priority - self._boost(of_class, now), priority, not of_class.is_recovering)
-            if best is None or rank < best:
-                best, head = rank, candidate
-        return head
+        heads = [
+            (of_class, head)
+            for of_class in list(self._classes.values())
+            if not (but_recovering and of_class.is_recovering) and (head := self._head(of_class)) is not None
+        ]
+        if not heads:
+            return None
+        best = min(of_class.priority for of_class, _ in heads)
 
-    def _boost(self, of_class: _Class, now: float) -> float:
+        def rank(item: tuple[_Class, Sequence]) -> tuple[float, int, bool]:
+            of_class = item[0]
+            aged = self._improvement(of_class, now) if of_class.priority > best else 0.0
+            return (of_class.priority - aged, of_class.priority, not of_class.is_recovering)
+
+        return min(heads, key=rank)[1] if len(heads) > 1 else heads[0][1]
+
+    def _improvement(self, of_class: _Class, now: float) -> float:
+        """By how many classes its oldest member's wait lifts this one, since it last had its turn."""
         if self._aging_seconds is None:
             return 0.0
-        while of_class.oldest and self._entry_of.get(of_class.oldest[0][2]) != of_class.oldest[0][1]:
-            heapq.heappop(of_class.oldest)
-        if not of_class.oldest:
-            return 0.0
-        return max(0.0, (now - of_class.oldest[0][0]) // self._aging_seconds)
+        since = max(self._oldest(of_class), of_class.turn_at)
+        return max(0.0, (now - since) // self._aging_seconds)
+
+    def _oldest(self, of_class: _Class) -> float:
+        """Since when the oldest of a class waits, those left out whose tenant is at a limit of its own."""
+        oldest = of_class.oldest
+        while oldest:
+            since, entry, tenant = oldest[0]
+            if of_class.oldest_entry.get(tenant) != entry or tenant in self._aside:
+                heapq.heappop(oldest)
+                continue
+            ages = of_class.ages[tenant]
+            while ages and self._entry_of.get(ages[0][2]) != ages[0][1]:
+                heapq.heappop(ages)
+            if not ages:
+                heapq.heappop(oldest)
+                del of_class.ages[tenant], of_class.oldest_entry[tenant]
+            elif ages[0][0] != since:
+                heapq.heappop(oldest)
+                self._offer_age(of_class, tenant)
+            else:
+                return since
+        return math.inf
+
+    def _offer_age(self, of_class: _Class, tenant: Tenant) -> None:
+        self._next_entry += 1
+        of_class.oldest_entry[tenant] = self._next_entry
+        heapq.heappush(of_class.oldest, (of_class.ages[tenant][0][0], self._next_entry, tenant))
+        if len(of_class.oldest) > _SLACK + 2 * len(of_class.ages):
+            entries = of_class.oldest_entry
+            of_class.oldest[:] = [item for item in of_class.oldest if entries.get(item[2]) == item[1]]
+            heapq.heapify(of_class.oldest)
 
     def _head(self, of_class: _Class) -> Sequence | None:
         """The next of one class. Ranks get worse as tenants are served, so a stale top is pushed down."""
@@ -192,9 +247,9 @@ class WaitingQueue:
         return None
 
     def _rank(self, tenant: Tenant, heap: list[tuple[Key, int, Sequence]]) -> Rank:
-        """Order among tenants of one class, by their heads."""
+        """Order among tenants of one class, by their heads. Under `fair`, service counts before all."""
         key = heap[0][0]
-        return (key[0], tenant.service, *key[2:]) if self._policy is Policy.FAIR else key
+        return (tenant.service, key[0], *key[2:]) if self._policy is Policy.FAIR else key
 
     def _offer(self, of_class: _Class, tenant: Tenant) -> None:
         rank = self._rank(tenant, of_class.heaps[tenant])
@@ -208,8 +263,10 @@ class WaitingQueue:
             heapq.heapify(of_class.ready)
 
     def _sweep(self, of_class: _Class) -> None:
-        of_class.oldest = [item for item in of_class.oldest if self._entry_of.get(item[2]) == item[1]]
-        heapq.heapify(of_class.oldest)
         for heap in of_class.heaps.values():
             heap[:] = [item for item in heap if self._entry_of.get(item[2]) == item[1]]
             heapq.heapify(heap)
+        for ages in of_class.ages.values():
+            ages[:] = [item for item in ages if self._entry_of.get(item[2]) == item[1]]
+            heapq.heapify(ages)
+        of_class.num_entries = sum(map(len, of_class.heaps.values()))

@@ -133,12 +133,26 @@ FAMILIES = {
     ),
 }
 
+# Models that see pictures too: the text part of each, and what is absent from its `text_config`.
+TEXT_PARTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+        },
+    )
+}
+
 # --- the shape ------------------------------------------------------------------------------------
 
 
 def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
     """The shape that config.json describes. Raises `ModelError`."""
-    raw = Settings(values, "config.json")
+    raw = _text_part(Settings(values, "config.json"))
     family = _family(raw)
     _refuse_what_is_not_served(raw, family)
     hidden_size = raw.integer("hidden_size")
@@ -183,13 +197,28 @@ def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _family(raw: Settings) -> Family:
+def _text_part(raw: Settings) -> Settings:
+    """What is said of the text part, where a model has others; else all."""
+    part = TEXT_PARTS.get(str(_architecture(raw)))
+    if part is None:
+        return raw
+    text = raw.table("text_config")
+    if not text.values:
+        raise raw.wrong("text_config", "the shape of the model's text part")
+    architecture, absent = part
+    return Settings({**absent, **text.values, "architectures": [architecture]}, text.source)
+
+
+def _architecture(raw: Settings) -> Any:
     architectures = raw.get("architectures")
-    found = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    return architectures[0] if isinstance(architectures, list) and architectures else architectures
+
+
+def _family(raw: Settings) -> Family:
+    found = _architecture(raw)
     if not isinstance(found, str) or found not in FAMILIES:
-        raise ModelError(
-            f"config.json: architecture {found!r} is not supported; supported: {', '.join(FAMILIES)}."
-        )
+        supported = ", ".join([*FAMILIES, *TEXT_PARTS])
+        raise ModelError(f"config.json: architecture {found!r} is not supported; supported: {supported}.")
     return FAMILIES[found]
 
 

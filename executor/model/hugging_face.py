@@ -37,7 +37,7 @@ def open_folder(folder: Path) -> Checkpoint:
         eos_token_ids=checked_eos_ids(eos_ids, config.vocab_size, folder),
         token_texts=texts_in_id_order(tokens),
         token_bytes=of_tokenizer_json(tokenizer, tokens),
-        tensors=stored_tensors(folder),
+        tensors=text_part(stored_tensors(folder)),
     )
 
 
@@ -66,6 +66,24 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         if tensor_name not in shards[shard_name]:
             raise ModelError(f"{folder / shard_name} has no tensor {tensor_name}, but {_INDEX_NAME} says so.")
     return {name: tensor for shard in shards.values() for name, tensor in shard.items()}
+
+
+def text_part(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a model that sees pictures too, those of its text part alone and under their own names.
+
+    That part is `language_model`, beside the head or above it; other models are returned as they are.
+    """
+    if not any("language_model." in name for name in tensors):
+        return dict(tensors)
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("language_model."):
+            found[name.removeprefix("language_model.")] = tensor
+        elif name.startswith("model.language_model."):
+            found["model." + name.removeprefix("model.language_model.")] = tensor
+        elif name == "lm_head.weight":
+            found[name] = tensor
+    return found
 
 
 def shard_tensors(path: Path) -> dict[str, StoredTensor]:

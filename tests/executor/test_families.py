@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
+from executor.model import ModelError
 from executor.runner import CpuOperations, ModelRunner
 from tests.executor import family_models
 from tests.executor.numerics import load, logits_by_steps, one_shot_logits, reference_logits
@@ -138,3 +140,28 @@ def test_a_head_size_without_kernels_is_served_by_torch(tmp_path: Path) -> None:
     selected = next(line for line in logs if line["event"] == "operations_selected")
     assert "head_dim 20" in selected["no_kernels"]
     equal(one_shot_logits(runner, TEXT), reference_logits(folder, TEXT))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_sees_pictures_is_served(prefix: str, tmp_path: Path) -> None:
+    text = family_models.build(tmp_path / "text", "gemma_3")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    config = json.loads((text / "config.json").read_text())
+    del config["architectures"]
+    seeing = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [2, 3]}
+    seeing |= {"text_config": config, "vision_config": {"hidden_size": 8}}
+    (whole / "config.json").write_text(json.dumps(seeing))
+    tensors = load_file(text / "model.safetensors")
+    renamed = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {"vision_tower.x": torch.ones(3)}, whole / "model.safetensors")
+    found, expected = load(whole), load(text)
+    assert found.eos_token_ids == (2, 3)
+    assert torch.equal(one_shot_logits(found, TEXT), one_shot_logits(expected, TEXT))
+
+
+def test_a_model_that_sees_pictures_without_a_text_part_is_refused(tmp_path: Path) -> None:
+    config = {"architectures": ["Gemma3ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="text_config"):
+        load(tmp_path)

@@ -80,6 +80,7 @@ class CheckingExecutor:
     held: dict[int, _Held] = field(default_factory=dict)
     seen_ids: set[int] = field(default_factory=set)
     last_step_id: int = 0
+    step_us: int = 0  # what each step is said to have taken; 0 is something that grows with its tokens
     tokens_per_step: list[int] = field(default_factory=list)
     members_per_step: list[list[int]] = field(default_factory=list)
     holders: Counter[int] = field(default_factory=Counter)  # live sequences that have a block in their table
@@ -145,7 +146,9 @@ class CheckingExecutor:
         assert sum(plan.num_tokens) <= self.capacity.max_num_batched_tokens
         self.tokens_per_step.append(sum(plan.num_tokens))
         self.members_per_step.append(list(plan.seq_ids))
-        result = StepResult(plan.epoch, plan.step_id, [], [], [], total_us=100 + 10 * sum(plan.num_tokens))
+        result = StepResult(
+            plan.epoch, plan.step_id, [], [], [], total_us=self.step_us or 100 + 10 * sum(plan.num_tokens)
+        )
         positions_sum = 0
         for row, (seq_id, count) in enumerate(zip(plan.seq_ids, plan.num_tokens, strict=True)):
             item = self.held[seq_id]

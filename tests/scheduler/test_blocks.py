@@ -95,12 +95,6 @@ class BlocksMachine(RuleBasedStateMachine):
         else:
             assert self.blocks.find(key) is before, "the first one with this content stays"
 
-    @rule()
-    def forget_content(self) -> None:
-        self.blocks.forget_content()
-        self.content.clear()
-        self.idle.clear()
-
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "blocks"):

@@ -53,6 +53,9 @@ def test_executors_are_addresses() -> None:
         (["--window", "3"], "at most 2"),
         (["--watermark", "1"], "less than 1"),
         (["--batching", "sometimes"], "sometimes"),
+        (["--policy", "sometimes"], "--policy is .?sometimes"),
+        (["--admission", "sometimes"], "--admission is .?sometimes"),
+        (["--aging-seconds", "0"], "--aging-seconds"),
         (["--reattach-seconds", "-1"], "at least 0"),
     ],
 )
@@ -69,6 +72,26 @@ def test_an_executor_must_be_named() -> None:
 def test_a_scheduler_is_named_after_where_it_listens_unless_it_is_told() -> None:
     assert settings("--listen", "10.0.0.9:7").name == f"{socket.gethostname()}/10.0.0.9:7"
     assert settings("--scheduler-id", "blue").name == "blue"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[t]\nweight = 0", r"\[t\] weight is 0: it must be more than 0"),
+        ("[t]\nweight = -1.5", r"\[t\] weight is -1.5: it must be more than 0"),
+        ("[t]\nmax_block = 3", r"\[t\] has max_block, which is none of: weight, "),
+        ("[t]\nmax_blocks = true", "must be a number"),
+        ("weight = 2", "weight is no table"),
+        ("[t", "cannot be read as TOML"),
+    ],
+)
+def test_a_tenants_file_that_cannot_be_is_told_by_table_and_name(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(text)
+    with pytest.raises(StartError, match=sentence):
+        settings("--tenants", str(path))
 
 
 def test_what_routers_read_in_the_tenants_file_is_passed_over(tmp_path: Path) -> None:

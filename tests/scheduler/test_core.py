@@ -745,3 +745,25 @@ def test_the_key_of_a_cancelled_request_is_free_at_once(reason: FinishReason) ->
     assert new is not old
     h.run_to_end()
     h.check_outputs()
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_equal_prompts_that_fill_their_blocks_together_take_the_next_ones_over_several_steps(
+    window: int,
+) -> None:
+    """So that handing them out makes no pause; nobody takes more than it will need."""
+    count, length, max_tokens = 256, 16, 40
+    h = Harness(
+        Limits(window=window, watermark=0.0, admission=Admission.RESERVE),
+        num_blocks=6 * count,
+        block_size=16,
+        max_num_seqs=count,
+        max_num_batched_tokens=count * length,
+    )
+    for i in range(count):
+        h.submit(f"r{i}", [(i + k) % 90 for k in range(length)], max_tokens, ignore_eos=True)
+    h.run_to_end()
+    h.check_outputs()
+    grown = [len(plan.grown_seq_ids) for plan in h.plans]
+    assert max(grown[2 + window :]) < count // 4, "the first block comes at once: no room to spread it yet"
+    assert sum(grown) == count * (-(-(length + max_tokens - 1) // 16) - 1)

@@ -267,6 +267,8 @@ class CoreMachine(RuleBasedStateMachine):
             tenant.meter(0, self.h.now)
             assert tenant.block_seconds == self.block_seconds[tenant.name]
             assert len(mine) <= (tenant.limits.max_running or len(mine))
+            if len(mine) > 1 and core.batching is not Batching.REQUEST_PADDED:
+                assert tenant.num_blocks <= (tenant.limits.max_blocks or tenant.num_blocks)
 
     @invariant()
     def time_lines_sum_to_the_time_since_arrival(self) -> None:
@@ -298,7 +300,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.h.core.waiting.num_tokens == 0
         self.h.now += 1000.0
         self.h.core.expire(self.h.now)
-        assert self.h.core.sequences == {}
+        assert self.h.core.sequences == self.h.core._by_request == {}
         assert self.h.core.next_timer is None
 
 

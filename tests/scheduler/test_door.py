@@ -1,10 +1,12 @@
 """Who is refused, with which sentence; and that the door lets nothing leak."""
 
+import dataclasses
+
 import pytest
 
 from scheduler.door import RefusedError
 from scheduler.policy import Limits
-from scheduler.sequence import FinishReason, StatusCode
+from scheduler.sequence import FinishReason, Request, StatusCode
 from scheduler.tenants import TenantLimits
 from scheduler.waiting import Policy
 from tests.scheduler.harness import EXECUTOR, Harness
@@ -186,7 +188,7 @@ def test_b96_waiting_ones_that_time_out_give_their_place_in_the_queue_back() -> 
         h.now += 1.0
         h.core.expire(h.now)
     assert len(h.core.waiting) == h.core.waiting.num_tokens == 0
-    tenant = h.core.tenants.get("t")
+    tenant = h.core.tenants.get("t", 0.0)
     assert (tenant.num_waiting, tenant.num_waiting_tokens, tenant.num_running) == (0, 0, 0)
     h.sequences.clear()
     for i in range(5):
@@ -203,14 +205,44 @@ def of_tenant(**tenant_limits: float) -> Harness:
 
 
 def test_a_tenants_queue_is_bounded_by_its_own_limit_and_others_are_not_held_to_it() -> None:
-    h = of_tenant(max_queued=2)
-    for i in range(2):
+    h = of_tenant(max_queued=2, max_running=1)
+    for i in range(3):
         h.submit(f"r{i}", [1], 4, tenant="t")
-    error = refusal(h, "third", 1, 4, tenant="t")
+    error = refusal(h, "fourth", 1, 4, tenant="t")
     assert error.status_code is StatusCode.RESOURCE_EXHAUSTED
-    assert error.message == "tenant 't' has 2 requests waiting, its limit is 2"
+    assert error.message == "tenant 't' has 3 requests waiting, its limit is 2 beyond the free seats"
     assert error.retry_after_seconds is not None
     h.submit("other", [1], 4, tenant="u")
+
+
+def choice(h: Harness, name: str, index: int, **fields: object) -> Request:
+    return dataclasses.replace(
+        h.request(f"{name}#{index}", [1], 4, **fields), request_id=name, sample_index=index
+    )
+
+
+@pytest.mark.parametrize(
+    "of_limits",
+    [
+        limits(max_num_seqs=1, max_queued=1),
+        limits(max_num_seqs=1, max_queued_tokens=1),
+        limits(tenants={"t": TenantLimits(max_queued=1, max_running=1)}),
+        limits(tenants={"t": TenantLimits(max_queued_tokens=1)}),
+        limits(tenants={"t": TenantLimits(requests_per_minute=1)}),
+        limits(tenants={"t": TenantLimits(tokens_per_minute=5)}),
+    ],
+)
+def test_the_choices_of_a_request_are_taken_or_refused_as_a_whole(of_limits: Limits) -> None:
+    h = Harness(of_limits)
+    for index in range(4):
+        h.core.submit(choice(h, "whole", index, tenant="t"), now=h.now)
+    assert len(h.core.waiting) == 4
+    for index in range(4):
+        with pytest.raises(RefusedError):
+            h.core.submit(choice(h, "later", index, tenant="t"), now=h.now)
+    for index in range(4):
+        h.core.submit(choice(h, "whole", index, tenant="t"), now=h.now)  # attaches to what lives
+    h.run_to_end()
 
 
 def test_a_tenants_waiting_tokens_are_bounded() -> None:
@@ -253,7 +285,7 @@ def test_a_tenants_tokens_are_bounded_in_a_minute_by_prompt_and_max_tokens() -> 
 
 def test_who_is_refused_is_charged_nothing() -> None:
     h = of_tenant(requests_per_minute=3, tokens_per_minute=100)
-    tenant = h.core.tenants.get("t")
+    tenant = h.core.tenants.get("t", 0.0)
     h.submit("r", [1] * 10, 50, tenant="t")
     assert tenant.requests is not None
     assert tenant.tokens is not None
@@ -325,7 +357,7 @@ def test_a_resubmission_is_counted_everywhere_and_refused_nowhere_for_load() -> 
         h.submit(f"again{i}", [1, 2, 3], 5, tenant="t", accepted_before=True, ignore_eos=True)
     assert len(h.core.waiting) == 21
     assert h.core.waiting.num_tokens == 2 + 20 * 3
-    tenant = h.core.tenants.get("t")
+    tenant = h.core.tenants.get("t", 0.0)
     assert tenant.requests is not None
     assert tenant.tokens is not None
     assert tenant.requests.level == 1 - 21

@@ -155,7 +155,7 @@ def test_a_tenant_at_its_own_limit_is_passed_over_and_holds_nobody_back(
     other = h.submit("other", prompt(6, 2), 3, ignore_eos=True)
     h.step()
     assert (two.state, other.state) == (State.WAITING, State.RUNNING)
-    tenant = h.core.tenants.get("t")
+    tenant = h.core.tenants.get("t", 0.0)
     while not h.core.is_idle:
         h.step()
         assert tenant.num_running <= 1
@@ -168,7 +168,7 @@ def test_a_tenants_own_limit_does_not_forbid_one_that_is_larger_than_it() -> Non
         h.submit(f"r{i}", prompt(40, i), 4, tenant="t", ignore_eos=True)
     while not h.core.is_idle:
         h.step()
-        assert h.core.tenants.get("t").num_running <= 1
+        assert h.core.tenants.get("t", 0.0).num_running <= 1
     h.check_outputs()
 
 
@@ -352,3 +352,26 @@ def test_under_the_deadline_policy_least_slack_goes_first() -> None:
         h.step()
         order += [name for name in h.members() if name not in order]
     assert order == ["runs", "soon", "late", "whenever"]
+
+
+# --- a tenant's own blocks, while it grows -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("admission", list(Admission))
+def test_a_tenants_block_limit_holds_while_its_sequences_grow_and_all_of_them_end(
+    admission: Admission, window: int
+) -> None:
+    """One of its own makes room; others are never asked, and the last one left is not held to it."""
+    own = TenantLimits(max_blocks=12)
+    h = Harness(Limits(window=window, admission=admission, watermark=0.0, tenants={"t": own}), num_blocks=200)
+    for i in range(4):
+        h.submit(f"r{i}", [i + 1] * 6, 60, tenant="t", ignore_eos=True)
+        h.submit(f"other{i}", [50 + i] * 6, 60, tenant="u", ignore_eos=True)
+    tenant = h.core.tenants.get("t", 0.0)
+    while not h.core.is_idle:
+        h.step()
+        assert tenant.num_running <= 1 or tenant.num_blocks <= 12
+    h.check_outputs()
+    preempted = {seq.tenant.name for seq in h.sequences.values() if seq.num_preemptions}
+    assert preempted == (set() if admission is Admission.RESERVE else {"t"})

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler import policy
 from scheduler.forecast import LengthModel
 from scheduler.policy import (
     FREE_RECOMPUTE_TOKENS,
@@ -43,7 +44,7 @@ def batch_of(members: list[Member]) -> tuple[list[Sequence], Callable[[Sequence]
 @given(members)
 def test_the_victim_is_the_cheapest_of_the_least_important_that_got_somewhere(members: list[Member]) -> None:
     seqs, cost = batch_of(members)
-    chosen = victim(seqs, cost)
+    chosen = victim(seqs, cost, lambda _: 1)
     candidates = [seq for seq in seqs if seq.has_progressed or seq.is_padding]
     if chosen is None:
         assert not candidates
@@ -67,19 +68,19 @@ def test_the_victim_does_not_depend_on_the_order_in_which_the_running_are_looked
     seqs, cost = batch_of(members)
     shuffled = list(seqs)
     rng.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert victim(seqs, cost) is victim(shuffled, cost)
+    assert victim(seqs, cost, lambda _: 1) is victim(shuffled, cost, lambda _: 1)
 
 
 def test_b06_those_who_have_only_just_come_are_spared() -> None:
-    assert victim([running("a"), running("b", 2)], lambda _: 1) is None
-    assert victim([], lambda _: 1) is None
-    assert victim([running("a"), running("b", 2, won=1)], lambda _: 1) is not None
+    assert victim([running("a"), running("b", 2)], lambda _: 1, lambda _: 1) is None
+    assert victim([], lambda _: 1, lambda _: 1) is None
+    assert victim([running("a"), running("b", 2, won=1)], lambda _: 1, lambda _: 1) is not None
 
 
 def test_what_would_be_found_again_costs_nothing_so_its_owner_goes_first() -> None:
     long_but_cached, short = running("a", 1, won=1), running("b", 2, won=1)
     costs = {long_but_cached: 3, short: 20}
-    assert victim([short, long_but_cached], costs.__getitem__) is long_but_cached
+    assert victim([short, long_but_cached], costs.__getitem__, lambda _: 1) is long_but_cached
 
 
 # --- who makes way --------------------------------------------------------------------------------------
@@ -318,3 +319,30 @@ def test_more_company_never_makes_the_need_smaller(
             seq, others, block_size, lengths
         )
         assert blocks_to_reserve(seq, fewer, block_size) <= blocks_to_reserve(seq, others, block_size)
+
+
+def test_who_would_free_nothing_is_spared_while_anybody_frees_some() -> None:
+    shares, owns = running("shares", won=1), running("owns", 2, won=1)
+    freed = {shares: 0, owns: 2}
+    assert victim([shares, owns], lambda seq: 50 * freed[seq], freed.__getitem__) is owns
+    assert victim([shares], lambda _: 0, freed.__getitem__) is shares, "then the next one is its only holder"
+
+
+# --- spreading what many need at once -------------------------------------------------------------------
+
+
+@given(num_running=st.integers(1, 8192), num_free=st.integers(0, 100_000), block_size=st.integers(1, 64))
+def test_growth_is_handed_out_early_only_where_there_is_room_and_all_have_it_in_time(
+    num_running: int, num_free: int, block_size: int
+) -> None:
+    count, num_tokens = policy.early_growth(num_running, num_free, block_size)
+    assert 0 <= num_tokens <= block_size // 2
+    assert count * num_tokens >= num_running or not num_tokens
+    assert count <= num_free
+    if num_running < 128 or num_free < 2 * num_running:
+        assert (count, num_tokens) == (0, 0)
+
+
+@given(num_running=st.integers(1, 8192), block_size=st.integers(1, 64))
+def test_names_are_made_faster_than_blocks_fill(num_running: int, block_size: int) -> None:
+    assert policy.num_named_at_once(num_running, block_size) * block_size > num_running

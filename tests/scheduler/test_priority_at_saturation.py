@@ -95,6 +95,18 @@ def test_at_saturation_the_best_class_hardly_waits_nothing_is_lost_and_the_worst
     loaded.h.check_outputs()
 
 
+def test_under_a_long_overload_aged_requests_do_not_pass_the_best_class_again_and_again() -> None:
+    """Once the load has lasted much longer than aging needs, all that waits below the best class is aged."""
+    listed = arrivals(seed=4, count=300, per_second=1600.0)
+    best = [item for item in listed if item.priority == BEST]
+    aging = Limits(window=1, aging_seconds=0.005)
+    alone = Run(best, aging)
+    loaded = Run(listed, aging)
+    assert loaded.duration > 10 * (MIDDLE - BEST + 1) * 0.005, "even the worst class had its turns"
+    assert loaded.median_of(listed, BEST) <= 1.5 * alone.median_of(listed, BEST) + LONGEST_STEP
+    assert all(seq.state is State.FINISHED for seq in loaded.h.sequences.values())
+
+
 def test_aging_lets_the_worst_class_start_while_the_important_keep_coming() -> None:
     """Without it, a class may wait as long as there is any other work."""
     starts: dict[float | None, float] = {}

@@ -107,7 +107,7 @@ def test_service_is_weighted_tokens_for_each_unit_of_weight() -> None:
 
 def served(tenants: Tenants, name: str, tokens: int) -> Tenant:
     """A tenant with work, that has been served so much."""
-    tenant = tenants.get(name)
+    tenant = tenants.get(name, 0.0)
     tenants.arrived(tenant)
     tenant.num_waiting += 1
     tenant.num_input_tokens += tokens
@@ -120,7 +120,7 @@ def test_a_newcomer_starts_beside_the_least_served_of_those_with_work() -> None:
     served(tenants, "b", 300)
     idle = served(tenants, "idle", 0)
     idle.num_waiting = 0
-    assert tenants.get("new").service == 500, "a started at 0, b beside a, at 500"
+    assert tenants.get("new", 0.0).service == 500, "a started at 0, b beside a, at 500"
 
 
 def test_idle_time_is_not_banked() -> None:
@@ -160,8 +160,8 @@ def test_when_all_were_idle_everybody_starts_where_the_last_one_stood() -> None:
         tenant.num_waiting = 0
         tenants.left(tenant)
     last = max(item.service for item in tenants)
-    assert tenants.get("new").service == last
-    b = tenants.get("b")
+    assert tenants.get("new", 0.0).service == last
+    b = tenants.get("b", 0.0)
     tenants.arrived(b)
     assert b.service == last
 
@@ -173,7 +173,7 @@ def test_service_never_falls_and_a_lift_reaches_no_higher_than_somebody_with_wor
     """Arrive, be served, leave, wait: over and over."""
     tenants = Tenants()
     for name, event, tokens in events:
-        tenant = tenants.get(name)
+        tenant = tenants.get(name, 0.0)
         before = {item.name: item.service for item in tenants}
         busy = [item.service for item in tenants if item.has_work]
         if event == "a":
@@ -215,11 +215,49 @@ def test_block_seconds_add_up_exactly(changes: list[tuple[int, int]]) -> None:
 def test_names_that_clients_make_up_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tenants, "MAX_UNKNOWN", 100)
     tenants = Tenants({"known": TenantLimits(weight=2.0)}, TenantLimits(max_running=3))
-    known = tenants.get("known")
+    known = tenants.get("known", 0.0)
     busy = served(tenants, "busy", 10)
     for i in range(1000):
-        assert tenants.get(f"made up {i}").limits.max_running == 3
+        assert tenants.get(f"made up {i}", 0.0).limits.max_running == 3
     assert len(list(tenants)) <= 103
-    assert tenants.get("known") is known
-    assert tenants.get("busy") is busy
+    assert tenants.get("known", 0.0) is known
+    assert tenants.get("busy", 0.0) is busy
     assert known.limits.weight == 2.0
+
+
+def test_nobody_gains_by_being_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a rate nor what one had more than others begins anew; what was metered stays in the sum."""
+    monkeypatch.setattr(Tenants, "MAX_UNKNOWN", 10)
+    tenants = Tenants(default=TenantLimits(requests_per_minute=60))
+    busy = served(tenants, "busy", 100)
+    spent, greedy, metered = (tenants.get(name, 0.0) for name in ("spent", "greedy", "metered"))
+    assert spent.requests is not None
+    spent.requests.take(60, 0.0)
+    greedy.num_input_tokens = 1000
+    metered.meter(3, 0.0)
+    metered.meter(-3, 5.0)
+    for i in range(100):
+        tenants.get(f"made up {i}", 30.0)
+    assert [tenants.get(name, 30.0) for name in ("busy", "spent", "greedy")] == [busy, spent, greedy]
+    assert tenants.dropped_block_seconds == 15.0
+    assert len(list(tenants)) <= 20 + 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("asl"), st.integers(1, 50)), max_size=200))
+def test_where_a_newcomer_starts_is_found_without_asking_everybody(
+    events: list[tuple[int, str, int]],
+) -> None:
+    """Though nobody is asked one by one."""
+    tenants = Tenants()
+    for number, event, tokens in events:
+        tenant = tenants.get(f"t{number}", 0.0)
+        if event == "a":
+            tenants.arrived(tenant)
+            tenant.num_waiting += 1
+        elif event == "s" and tenant.has_work:
+            tenant.num_output_tokens += tokens
+        elif event == "l" and tenant.num_waiting:
+            tenant.num_waiting -= 1
+            tenants.left(tenant)
+        busy = [item.service for item in tenants if item.has_work]
+        assert tenants._floor() == (min(busy) if busy else tenants._last_service)

@@ -29,6 +29,7 @@ class WaitingMachine(RuleBasedStateMachine):
         self.aside: set[Tenant] = set()
         self.count = 0
         self.now = 0.0
+        self.turn_at: dict[int, float] = {}  # by importance class, while any of it waits
 
     @rule(
         priority=st.integers(-1, 1),
@@ -51,8 +52,15 @@ class WaitingMachine(RuleBasedStateMachine):
         seq = self.queue.peek(self.now)
         if seq is None:
             return
-        self.queue.remove(seq)
+        self.queue.admit(seq, self.now)
         self.model.remove(seq)
+        priority = seq.request.priority
+        if any(
+            other.request.priority < priority
+            for other in self.model
+            if other not in self.parked and other.tenant not in self.aside
+        ):
+            self.turn_at[priority] = self.now
         seq.move(Event.ADMIT)
         seq.has_started = True
         seq.tenant.num_input_tokens += len(seq.token_ids)
@@ -128,13 +136,20 @@ class WaitingMachine(RuleBasedStateMachine):
                 head = min((seq for seq in can if seq.tenant is tenant), key=self.key, default=None)
                 if head is not None:
                     key = self.key(head)
-                    rank = (key[0], tenant.service, *key[2:]) if self.policy is Policy.FAIR else key
+                    rank = (tenant.service, key[0], *key[2:]) if self.policy is Policy.FAIR else key
                     best.append((rank, head))
             if best:
-                not_parked = [seq.waiting_since for seq in of_class if seq not in self.parked]
-                boost = max(0.0, (self.now - min(not_parked)) // self.aging) if self.aging else 0.0
-                heads.append(((priority - boost, priority), min(best, key=lambda item: item[0])[1]))
-        return min(heads, key=lambda item: item[0])[1] if heads else None
+                since = max(min(seq.waiting_since for seq in can), self.turn_at.get(priority, -math.inf))
+                aged = max(0.0, (self.now - since) // self.aging) if self.aging else 0.0
+                heads.append((priority, aged, min(best, key=lambda item: item[0])[1]))
+        if not heads:
+            return None
+        best_class = min(priority for priority, _, _ in heads)
+        ranked = [
+            ((priority - (aged if priority > best_class else 0.0), priority), head)
+            for priority, aged, head in heads
+        ]
+        return min(ranked, key=lambda item: item[0])[1]
 
     @invariant()
     def agrees(self) -> None:
@@ -180,7 +195,8 @@ def test_stale_entries_never_outnumber_the_living_by_much(policy: Policy, keep: 
         queue.push(seq)
         queue.remove(seq)
         for of_class in queue._classes.values():
-            assert len(of_class.oldest) <= 64 + 2 * (len(queue) + 1)
+            assert len(of_class.oldest) <= 64 + 2 * 3
+            assert sum(len(ages) for ages in of_class.ages.values()) <= 64 + 2 * (len(queue) + 1)
             assert len(of_class.ready) <= 64 + 2 * 3
             assert sum(len(heap) for heap in of_class.heaps.values()) <= 64 + 2 * (len(queue) + 1)
     assert queue.peek(0.0) is (kept[0] if keep else None)
@@ -193,3 +209,66 @@ def test_what_waits_already_is_not_pushed_again() -> None:
     queue.push(seq)
     with pytest.raises(AssertionError):
         queue.push(seq)
+
+
+def next_ones(queue: WaitingQueue, count: int, *, every: float, start: float) -> list[int]:
+    """The classes of those who enter, one each `every` seconds."""
+    entered = []
+    for i in range(count):
+        seq = queue.peek(start + i * every)
+        assert seq is not None
+        queue.admit(seq, start + i * every)
+        seq.move(Event.ADMIT)
+        entered.append(seq.request.priority)
+    return entered
+
+
+def test_an_aged_class_wins_one_turn_and_not_the_lead() -> None:
+    """However long it has waited: A has waited for an hour, and B keeps coming."""
+    queue = WaitingQueue(Policy.FCFS, aging_seconds=10.0)
+    for i in range(100):
+        queue.push(waiting(f"A{i}", i, priority=2, arrival=0.0))
+        queue.push(waiting(f"B{i}", 200 + i, priority=0, arrival=3600.0))
+    entered = next_ones(queue, 90, every=1.0, start=3600.0)
+    assert [i for i, priority in enumerate(entered) if priority == 2] == [0, 30, 60], "(2 + 1) * 10 seconds"
+
+
+def test_nothing_starves_however_long_the_best_class_has_waited_itself() -> None:
+    queue = WaitingQueue(Policy.FCFS, aging_seconds=10.0)
+    queue.push(waiting("worst", 1, priority=5, arrival=1000.0))
+    for i in range(100):
+        queue.push(waiting(f"best{i}", 10 + i, priority=0, arrival=0.0))
+    assert next_ones(queue, 61, every=1.0, start=1000.0)[60] == 5
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_what_is_set_aside_does_not_age_its_class(count: int) -> None:
+    queue = WaitingQueue(Policy.FCFS, aging_seconds=10.0)
+    at_limit, other = (Tenant(name, TenantLimits()) for name in "ab")
+    for i in range(count):
+        queue.push(waiting(f"old{i}", i, tenant=at_limit, priority=1, arrival=0.0))
+    young = waiting("young", 100, tenant=other, priority=1, arrival=1000.0)
+    best = waiting("best", 101, tenant=other, priority=0, arrival=1000.0)
+    queue.push(young)
+    queue.push(best)
+    queue.set_aside(at_limit)
+    assert queue.peek(1001.0) is best
+    queue.recall(at_limit)
+    head = queue.peek(1001.0)
+    assert head is not None
+    assert head.tenant is at_limit
+
+
+def test_under_fair_one_that_lost_its_place_waits_for_its_tenants_turn() -> None:
+    queue = WaitingQueue(Policy.FAIR)
+    served, other = (Tenant(name, TenantLimits()) for name in "ab")
+    served.num_output_tokens = 100
+    back = waiting("back", 1, tenant=served)
+    back.has_started = True
+    for seq in (waiting("own", 2, tenant=served), waiting("new", 3, tenant=other), back):
+        queue.push(seq)
+    names = []
+    while (seq := queue.peek(0.0)) is not None:  # type: ignore[assignment]
+        queue.admit(seq, 0.0)
+        names.append(seq.request.request_id)
+    assert names == ["new", "back", "own"]

@@ -245,14 +245,6 @@ def _acknowledges_no_message(next_message: Any) -> Any:
     return broken
 
 
-def _drops_cancels(cancel: Any) -> Any:
-    def broken(self: Any, key: bytes, end: Any, now: float) -> None:
-        cancel(self, key, end, now)
-        self._cancels.clear()
-
-    return broken
-
-
 # --- who leads -------------------------------------------------------------------------------------------
 
 
@@ -345,7 +337,6 @@ MUTATIONS = (
         _acknowledges_no_message,
         2,
     ),
-    Mutation("a cancel is dropped", router_sessions.SchedulerSession, "cancel", _drops_cancels, 367),
     Mutation("a term is led at twice", lease.Lease, "look", _leads_at_the_same_term, 2),
     Mutation("a leader never steps down", lease.Lease, "_step_down", _never_steps_down, 25),
 )

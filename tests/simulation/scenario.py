@@ -87,7 +87,7 @@ class Shape:
                 window=rng.choice([1, 2]),
                 watermark=rng.choice([0.0, 0.01, 0.2]),
                 policy=rng.choice(list(Policy)),
-                admission=rng.choice([*Admission, Admission.OPTIMISTIC]),  # that one preempts
+                admission=rng.choice([*Admission, *[Admission.OPTIMISTIC] * 5]),  # that one preempts
                 max_queued=rng.choice([None, None, 1]),
                 orphan_grace_seconds=rng.choice([0.05, 2.0]),
                 result_keep_seconds=5.0,

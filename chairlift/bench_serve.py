@@ -1,0 +1,365 @@
+"""`chairlift bench serve`: an open load on a running server, and what its clients see.
+
+    chairlift bench serve --rate 1 --duration 40 --trace azure2023_conv.csv --result result.json
+
+Requests come on their own: at `--rate` a second as a Poisson process, or, without it, when the trace says.
+Their lengths are the trace's, clipped, or the same for all. Prompts are random ids; greedy, end tokens
+ignored. It speaks gRPC (`--address`) or OpenAI's HTTP (`--url`), so other servers can be measured too.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, router_at
+from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, read_trace, report, until
+from chairlift.results import ChairliftError
+from protos.v1 import common_pb2, router_pb2
+from rpc.address import AddressError
+from rpc.errors import StartError
+
+Send = Callable[[list[int], int, Callable[[], None]], Awaitable[int]]
+"""Sends one request (prompt, most tokens), tells each time when tokens came, and returns how many did in all.
+
+Raises ChairliftError."""
+DEFAULT_VOCAB_SIZE = 32_000
+_EXTRAS = {"httpx2": "bench", "matplotlib": "plot"}
+
+
+def main(argv: list[str]) -> int:
+    """Runs the load; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.plot is not None:
+            _library("matplotlib")  # before the load, not after it
+        dues = _dues(options)
+        result, seen = asyncio.run(_measure(options, dues))
+    except (StartError, ChairliftError) as error:
+        print(f"chairlift bench serve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    result = {"load": _load_of(options)} | result
+    if options.result is not None:
+        options.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        _plot(options.plot, seen, result)
+    print(*lines(result), sep="\n")
+    return 0 if result["num_answered"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="chairlift bench serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_flags(parser)
+    parser.add_argument("--url", help="an OpenAI server instead: http://HOST:PORT/v1 or unix:PATH")
+    parser.add_argument("--model", default="", help="the model's name (default: the server's first)")
+    parser.add_argument("--rate", type=_positive, help="requests a second (default: the trace's own times)")
+    parser.add_argument("--trace", type=Path, help="a CSV file: arrival_s, prompt_tokens, output_tokens")
+    parser.add_argument("--max-in", type=_whole, default=512, help="longest prompt, tokens (default: 512)")
+    parser.add_argument("--max-out", type=_whole, default=128, help="longest output, tokens (default: 128)")
+    parser.add_argument("--duration", type=_positive, help="seconds in which requests come")
+    parser.add_argument("--num-requests", type=_whole, help="most requests")
+    parser.add_argument("--timeout", type=_positive, default=600.0, help="for each, seconds (default: 600)")
+    parser.add_argument("--ttft-limit", type=_positive, help="goodput: most seconds to the first token")
+    parser.add_argument("--itl-limit", type=_positive, help="goodput: most seconds a token after the first")
+    parser.add_argument(
+        "--vocab-size", type=_whole, help="ids are below it (default: the model's, or 32,000)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same load (default: 0)")
+    parser.add_argument("--warm-up", type=int, default=2, help="requests before the load (default: 2)")
+    parser.add_argument("--result", type=Path, help="a JSON file to write")
+    parser.add_argument("--plot", type=Path, help="a PNG file to draw")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _dues(options: argparse.Namespace) -> list[Due]:
+    """The load. Raises StartError."""
+    if options.duration is None and options.num_requests is None:
+        raise StartError("say when it ends: --duration SECONDS, --num-requests N, or both")
+    if options.rate is None and options.trace is None:
+        raise StartError("say when requests come: --rate N a second, or --trace FILE with their times")
+    trace = (
+        None
+        if options.trace is None
+        else read_trace(options.trace, most_in=options.max_in, most_out=options.max_out)
+    )
+    dues: Iterable[Due] = trace or ()
+    if options.rate is not None:
+        lengths = [(due.num_in, due.num_out) for due in trace or ()] or [(options.max_in, options.max_out)]
+        dues = poisson(options.rate, itertools.cycle(lengths), options.seed)
+    chosen = until(dues, seconds=options.duration, count=options.num_requests)
+    if not chosen:
+        raise StartError(f"no request comes in --duration {options.duration:g} s: make it longer")
+    return chosen
+
+
+async def _measure(options: argparse.Namespace, dues: list[Due]) -> tuple[dict[str, Any], list[Seen]]:
+    door = _openai(options) if options.url is not None else _grpc(options)
+    async with door as (send, vocab_size):
+        texts = prompts(dues, vocab_size, options.seed + 1)
+        warm_up = prompts([Due(0.0, 16, 8)] * options.warm_up, vocab_size, options.seed + 2)
+        await asyncio.gather(*(send(prompt, 8, lambda: None) for prompt in warm_up))
+        limits = Limits(options.ttft_limit, options.itl_limit)
+        cpu_before, began = time.process_time(), time.monotonic()
+        with _progress(len(dues)) as advance:
+            seen = await run_load(send, dues, texts, timeout_seconds=options.timeout, advance=advance)
+        seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_before
+        return report(seen, limits, seconds=seconds, cpu_seconds=cpu_seconds), seen
+
+
+async def run_load(
+    send: Send,
+    dues: list[Due],
+    texts: list[list[int]],
+    *,
+    timeout_seconds: float,
+    advance: Callable[[], None],
+) -> list[Seen]:
+    """Sends each request when it is due, whatever became of those before; returns when all have ended."""
+    began = time.monotonic()
+
+    async def one(due: Due, prompt: list[int]) -> Seen:
+        seen = Seen(due)
+        await asyncio.sleep(began + due.seconds - time.monotonic())
+        seen.sent = time.monotonic() - began
+
+        def came() -> None:
+            seen.arrivals.append(time.monotonic() - began)
+
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                seen.num_tokens = await send(prompt, due.num_out, came)
+            if not seen.arrivals:
+                seen.failure = "the answer had no token"
+        except TimeoutError:
+            seen.failure = f"no end within {timeout_seconds:g} s"
+        except ChairliftError as error:
+            seen.failure = error.code
+        advance()
+        return seen
+
+    return list(await asyncio.gather(*map(one, dues, texts)))
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Any:
+    columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)
+
+
+# --- the two doors ------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _grpc(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
+    try:
+        where = from_flags(options)
+    except AddressError as error:
+        raise StartError(str(error)) from error
+    async with router_at(where) as router:
+        model = await router.GetModel(router_pb2.GetModelRequest(), metadata=where.metadata)
+
+        async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> int:
+            request = router_pb2.GenerateRequest(
+                model=options.model,
+                token_ids=router_pb2.TokenIds(ids=prompt),
+                sampling=common_pb2.SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens),
+            )
+            call = router.Generate(request, metadata=where.metadata)
+            num_tokens = 0
+            try:
+                async for event in call:
+                    if event.HasField("delta") and event.delta.token_ids:
+                        came()
+                        num_tokens += len(event.delta.token_ids)
+            except grpc.aio.AioRpcError as error:
+                raise ChairliftError(error.code().name, error.details() or "") from error
+            finally:
+                call.cancel()
+            return num_tokens
+
+        yield send, options.vocab_size or model.vocab_size
+
+
+@contextlib.asynccontextmanager
+async def _openai(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
+    """Tokens are counted by the usage at the end: a message may bring several, or a part of a character."""
+    httpx = _library("httpx2")
+    api_key = os.environ.get(API_KEY_VARIABLE, "")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    socket = options.url.removeprefix("unix:") if options.url.startswith("unix:") else None
+    base = "http://localhost/v1" if socket else options.url.rstrip("/")
+    unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    way = httpx.AsyncHTTPTransport(uds=socket, limits=unlimited)
+    async with httpx.AsyncClient(headers=headers, timeout=None, transport=way) as client:
+        try:
+            model = options.model or (await client.get(f"{base}/models")).json()["data"][0]["id"]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            raise StartError(f"--url {options.url}: {base}/models cannot be read ({error!r})") from error
+
+        async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> int:
+            body = {
+                "model": model,
+                "prompt": prompt,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            try:
+                async with client.stream("POST", f"{base}/completions", json=body) as response:
+                    if response.is_error:
+                        raise ChairliftError(f"HTTP {response.status_code}", "refused")
+                    return await read_events(response.aiter_lines(), came)
+            except (httpx.HTTPError, ValueError) as error:
+                raise ChairliftError(type(error).__name__, str(error)) from error
+
+        yield send, options.vocab_size or DEFAULT_VOCAB_SIZE
+
+
+async def read_events(events: AsyncIterator[str], came: Callable[[], None]) -> int:
+    """The chunks of one streamed completion; returns its number of tokens.
+
+    Raises:
+        ValueError: a chunk that is none.
+        ChairliftError: the server's own error event.
+    """
+    num_chunks, counted = 0, None
+    async for line in events:
+        text = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or text == "[DONE]":
+            continue
+        chunk = json.loads(text)
+        if "error" in chunk:
+            raise ChairliftError("HTTP error event", str(chunk["error"]))
+        if any(choice.get("text") for choice in chunk.get("choices") or ()):
+            came()
+            num_chunks += 1
+        counted = (chunk.get("usage") or {}).get("completion_tokens", counted)
+    return num_chunks if counted is None else counted
+
+
+# --- what is shown ------------------------------------------------------------------------------------
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The result for people."""
+    goodput, generator = result["goodput"], result["generator"]
+    shown = [
+        f"{result['num_answered']} of {result['num_requests']} answered in {result['seconds']:.1f} s",
+        f"{result['answered_requests_per_second']:.2f} requests/s",
+        f"{result['output_tokens_per_second']:.1f} tokens/s",
+        _milliseconds("time to first token", result["time_to_first_token_seconds"]),
+        _milliseconds("between tokens", result["inter_token_seconds"]),
+        f"goodput {goodput['requests_per_second']:.2f} requests/s ({goodput['share']:.1%} of all: answered"
+        + _limit(", first token within", goodput["first_token_limit_seconds"])
+        + _limit(", a token every", goodput["mean_inter_token_limit_seconds"])
+        + ")",
+        f"the generator itself used {generator['cpu_seconds']:.2f} s of CPU",
+    ]
+    shown += [f"failed: {count} x {why}" for why, count in result["failures"].items()]
+    if not generator["kept_the_rate"]:
+        shown.append(
+            f"The generator did not keep the rate: {generator['num_late']} requests left more than "
+            f"{1000 * LATE_SECONDS:.0f} ms after they were due. Times count from when they were due; "
+            "give the generator a free core, or ask for less."
+        )
+    return shown
+
+
+def _milliseconds(what: str, spread: Mapping[str, float] | None) -> str:
+    if spread is None:
+        return f"{what}: none came"
+    return f"{what}, ms: " + ", ".join(f"{name} {1000 * value:.1f}" for name, value in spread.items())
+
+
+def _limit(words: str, seconds: float | None) -> str:
+    return "" if seconds is None else f"{words} {1000 * seconds:g} ms"
+
+
+def _load_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What was asked, for the result file."""
+    return {
+        "door": options.url or options.address,
+        "rate": options.rate,
+        "trace": None if options.trace is None else options.trace.name,
+        "max_in": options.max_in,
+        "max_out": options.max_out,
+        "seed": options.seed,
+    }
+
+
+def _plot(path: Path, seen: list[Seen], result: Mapping[str, Any]) -> None:
+    """Two curves: the share of requests by time to first token, the share of gaps by length."""
+    _library("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    answered = [each for each in seen if each.arrivals and not each.failure]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    limits = result["goodput"]
+    for axes, name, values, limit in zip(
+        figure.subplots(1, 2, sharey=True),
+        ("time to first token, ms", "between tokens, ms"),
+        ([each.first_token_seconds for each in answered], [gap for each in answered for gap in each.gaps]),
+        (limits["first_token_limit_seconds"], limits["mean_inter_token_limit_seconds"]),
+        strict=True,
+    ):
+        ordered = sorted(1000 * value for value in values)
+        axes.step(ordered, [(place + 1) / len(ordered) for place in range(len(ordered))], where="post")
+        if limit is not None:
+            axes.axvline(1000 * limit, linestyle="--", color="0.5")
+        axes.set_xlabel(name)
+        axes.set_ylim(0, 1.02)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("share of all")
+    rate = result["offered_requests_per_second"]
+    figure.suptitle("" if rate is None else f"{rate:.2f} requests/s offered")
+    figure.savefig(path, dpi=120)
+
+
+def _library(name: str) -> ModuleType:
+    """A library of an extra. Raises StartError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        extra = _EXTRAS[name]
+        raise StartError(
+            f"this needs {name}, which is not installed: pip install 'chairlift[{extra}]'"
+        ) from error

@@ -1,0 +1,133 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift import bench_serve
+from chairlift.__main__ import main
+from chairlift.open_loop import Due
+from chairlift.own_service import own_service
+from chairlift.results import ChairliftError
+from tests.rig import tiny_model
+
+
+async def nothing_waits(
+    send: bench_serve.Send, dues: list[Due], timeout_seconds: float = 60
+) -> list[bench_serve.Seen]:
+    return await bench_serve.run_load(
+        send, dues, [[1]] * len(dues), timeout_seconds=timeout_seconds, advance=lambda: None
+    )
+
+
+async def test_a_request_does_not_wait_for_those_before_it() -> None:
+    all_are_there, num_there = asyncio.Event(), 0
+
+    async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> int:
+        nonlocal num_there
+        num_there += 1
+        if num_there == 5:
+            all_are_there.set()
+        await all_are_there.wait()  # would never come if one waited for the answer of another
+        came()
+        return max_tokens
+
+    seen = await nothing_waits(send, [Due(n / 100, 1, 3) for n in range(5)])
+    assert [each.num_tokens for each in seen] == [3] * 5
+    assert all(each.sent >= each.due.seconds for each in seen)
+
+
+async def test_a_failure_is_that_requests_own() -> None:
+    async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> int:
+        if max_tokens == 1:
+            raise ChairliftError("RESOURCE_EXHAUSTED", "full")
+        if max_tokens == 2:
+            await asyncio.Event().wait()
+        if max_tokens == 3:
+            return 0
+        came()
+        return max_tokens
+
+    seen = await nothing_waits(send, [Due(0, 1, n) for n in range(1, 5)], timeout_seconds=0.5)
+    assert [each.failure for each in seen] == [
+        "RESOURCE_EXHAUSTED",
+        "no end within 0.5 s",
+        "the answer had no token",
+        "",
+    ]
+
+
+async def test_events_of_a_stream_are_read_and_tokens_counted_by_the_usage() -> None:
+    async def events(*chunks: Any) -> AsyncIterator[str]:
+        for chunk in chunks:
+            yield f"data: {json.dumps(chunk)}"
+            yield ""
+        yield ": a comment"
+        yield "data: [DONE]"
+
+    arrivals: list[int] = []
+    text = [{"choices": [{"text": "ab"}], "usage": None}, {"choices": [{"text": ""}]}]
+    usage = {"choices": [], "usage": {"completion_tokens": 7}}
+    assert await bench_serve.read_events(events(*text, *text, usage), lambda: arrivals.append(1)) == 7
+    assert len(arrivals) == 2
+    assert await bench_serve.read_events(events(*text), lambda: None) == 1
+    with pytest.raises(ChairliftError, match="too long"):
+        await bench_serve.read_events(events({"error": {"message": "too long"}}), lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--rate", "1"], "say when it ends"),
+        (["--duration", "1"], "say when requests come"),
+        (["--rate", "0.001", "--duration", "0.001"], "make it longer"),
+        (["--duration", "1", "--trace", "no.csv"], "no.csv"),
+        (["--rate", "1", "--num-requests", "1", "--address", "nowhere"], "--address"),
+        (["--rate", "1", "--num-requests", "1", "--url", "http://127.0.0.1:1/v1"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", *flags]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_without_the_library_a_picture_is_refused_before_the_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def absent(name: str, *rest: Any) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(bench_serve.importlib, "import_module", absent)
+    flags = ["--rate", "1", "--num-requests", "1", "--plot", str(tmp_path / "x.png")]
+    assert bench_serve.main(flags) == 2
+    assert "pip install 'chairlift[plot]'" in capsys.readouterr().err
+
+
+async def test_both_doors_of_a_service_are_measured(tmp_path: Path) -> None:
+    folder = tiny_model.build(tmp_path / "tiny")
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,9,5\n0.1,700,3\n")
+    model = ["--model", str(folder), "--dtype", "float32", "--num-threads", "1", "--num-blocks", "64"]
+    http = f"unix:{tmp_path}/http.sock"
+
+    async def bench(*flags: str) -> dict[str, Any]:
+        load = ["--rate", "50", "--num-requests", "6", "--trace", str(trace), "--max-in", "40"]
+        load += ["--vocab-size", "256", "--result", str(tmp_path / "result.json")]
+        assert await asyncio.to_thread(bench_serve.main, [*flags, *load]) == 0
+        result: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+        return result
+
+    async with own_service([*model, "--http", http], tell=lambda line: None) as address:
+        picture = tmp_path / "picture.png"
+        result = await bench("--address", str(address), "--plot", str(picture))
+        assert result["num_answered"] == 6
+        assert result["output_tokens_per_second"] * result["seconds"] == pytest.approx(24)
+        assert result["inter_token_seconds"]["p99"] > 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        result = await bench("--url", http)
+        assert result["num_answered"] == 6
+        assert result["output_tokens_per_second"] * result["seconds"] == pytest.approx(24)

@@ -1,0 +1,159 @@
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.pace import SHORT_STEP_SECONDS, Pace, Quantile
+from scheduler.policy import Admission, Limits
+from tests.scheduler.harness import EXECUTOR, Harness
+
+STEP = 0.05
+ROUND_TRIP = 0.002
+
+
+def steady(num_steps: int, step: float = STEP) -> tuple[Pace, float]:
+    """A pace after so many steps, each sent when the one before was answered; the next is just on its way."""
+    pace, now = Pace(), 0.0
+    for _ in range(num_steps):
+        pace.sent(now, step)
+        now += ROUND_TRIP + step
+        pace.answered(now, step, ROUND_TRIP)
+    pace.sent(now, step)
+    return pace, now
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=400))
+def test_a_quantile_is_that_of_the_newest(values: list[float]) -> None:
+    quantile = Quantile(0.99)
+    for value in values:
+        quantile.observe(value)
+    newest = sorted(values[-128:])
+    assert quantile.value == newest[min(int(0.99 * len(newest)), len(newest) - 1)]
+
+
+def test_nothing_is_held_before_anything_is_known() -> None:
+    pace = Pace()
+    assert pace.held_until(0.0) is None
+    pace.sent(0.0, None)
+    assert pace.held_until(0.0) is None
+    pace.answered(0.1, 0.05, 0.0)
+    pace.sent(0.1, None)  # the way is known, the step is not
+    assert pace.held_until(0.1) is None
+
+
+def test_the_plan_behind_a_step_leaves_before_its_end_less_the_way() -> None:
+    pace, began = steady(5)
+    until = pace.held_until(began)
+    assert until is not None
+    assert began + STEP / 2 < until <= began + STEP - ROUND_TRIP
+    assert pace.held_until(until) is None
+
+
+def test_short_steps_are_not_waited_for() -> None:
+    pace, began = steady(5, step=SHORT_STEP_SECONDS / 2)
+    assert pace.held_until(began) is None
+
+
+def test_nothing_is_held_when_nothing_runs() -> None:
+    pace, began = steady(5)
+    pace.answered(began + STEP, STEP, 0.0)
+    assert pace.held_until(began + STEP) is None
+
+
+def test_steps_that_end_before_their_time_widen_the_margin() -> None:
+    pace, now = steady(5)
+    on_time = pace.held_until(now)
+    assert on_time is not None
+    for _ in range(50):
+        now += STEP - 0.01  # of a second less than was foretold
+        pace.sent(now - 0.001, STEP)
+        pace.answered(now, STEP - 0.01, 0.0)
+    until = pace.held_until(now)
+    assert until is not None
+    assert STEP - 0.015 < until - now + ROUND_TRIP < STEP - 0.005
+
+
+# --- the whole core in logical time ---------------------------------------------------------------
+
+
+def late(**more: object) -> Limits:
+    return Limits(watermark=0.0, admission=Admission.OPTIMISTIC, late_plans=True, **more)  # type: ignore[arg-type]
+
+
+class Clocked:
+    """A harness whose executor takes `step` seconds for each plan that has rows."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.harness = Harness(limits, num_blocks=400)
+        self.harness.executor.step_us = round(STEP * 1e6)
+        self.free_at = 0.0
+
+    def answer(self) -> None:
+        """Time goes on to the end of the oldest plan's step."""
+        self.harness.now = max(self.harness.now, self.free_at) + STEP
+        self.free_at = self.harness.now
+        self.harness.result()
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.ask()
+            self.answer()
+
+    def ask(self) -> None:
+        while self.harness.plan() is not None:
+            pass
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_newcomer_waits_for_one_step_and_not_for_two(is_late: bool) -> None:
+    limits = late() if is_late else Limits(watermark=0.0, admission=Admission.OPTIMISTIC)
+    clocked = Clocked(limits)
+    harness = clocked.harness
+    harness.submit("old", [5, 6, 7], 200)
+    clocked.run(20)
+    clocked.ask()
+    harness.now += STEP / 10  # the step has only just begun
+    harness.submit("new", [8, 9], 20)
+    clocked.ask()
+    began = harness.core.executors[EXECUTOR].session.acked_step_id + 1
+    clocked.answer()
+    clocked.ask()
+    clocked.answer()
+    clocked.ask()
+    first = next(plan.step_id for plan in harness.plans if plan.admitted and plan.step_id >= began)
+    assert first - began == (1 if is_late else 2)
+
+
+def test_a_held_plan_leaves_when_its_time_comes_and_outputs_are_the_same() -> None:
+    clocked = Clocked(late())
+    harness = clocked.harness
+    harness.submit("a", [5, 6, 7], 60)
+    clocked.run(10)
+    clocked.ask()
+    state = harness.core.executors[EXECUTOR]
+    assert state.session.num_unanswered == 1
+    assert state.held_until is not None
+    harness.now = state.held_until
+    clocked.ask()
+    assert state.session.num_unanswered == 2
+    assert state.held_until is None
+    clocked.answer()
+    rng = random.Random(1)
+    for number in range(30):
+        harness.submit(f"n{number}", [rng.randrange(2, 90) for _ in range(rng.randint(1, 40))], 12)
+        harness.now += rng.random() * STEP
+        clocked.ask()
+        clocked.answer()
+    harness.run_to_end()
+    harness.check_outputs()
+
+
+def test_a_window_of_one_holds_nothing() -> None:
+    clocked = Clocked(late(window=1))
+    clocked.harness.submit("a", [5, 6, 7], 20)
+    clocked.run(15)
+    clocked.ask()
+    state = clocked.harness.core.executors[EXECUTOR]
+    assert state.held_until is None
+    assert state.session.num_unanswered == 1
