@@ -5,7 +5,7 @@ terminals; time comes in as an argument.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -92,6 +92,17 @@ class Lift:
         """Who sits where."""
         return self._seats.seated
 
+    @property
+    def num_riding(self) -> int:
+        """How many sit here."""
+        return sum(member is not None and not member.padding for member in self.seated)
+
+    @property
+    def boarded(self) -> frozenset[str]:
+        """Who got on in the newest step, by name."""
+        newest = self.columns[-1] if self.columns else []
+        return frozenset(cell.rider.name for cell in newest if cell and cell.entered)
+
     def take(self, frame: Frame, now: float) -> None:
         """Adds the column of a step that was told of at `now`, seconds."""
         if frame.step.step_id <= self.step_id:  # a fresh epoch: numbers of sequences begin anew
@@ -117,6 +128,16 @@ class Lift:
             column.append(Cell(member, kind, entered=member.seq_id not in before))
         self.columns.append(column)
         self._sampled.append((now, frame.num_sampled))
+
+    def lose(self, names: Collection[str]) -> None:
+        """Takes those out who have got on elsewhere: an executor that is gone tells of no leavers."""
+        lost = [member for member in self.seated if member and member.name in names]
+        if not lost:
+            return
+        for member in lost:
+            self._mark(member.seq_id, End.PREEMPTED)
+        rest = tuple(member for member in self.seated if member and member not in lost)
+        self._seats.take(Step(self.step_id, rest, frozenset(member.seq_id for member in lost)))
 
     def tokens_per_second(self, now: float) -> float:
         """Over the last RATE_SECONDS."""

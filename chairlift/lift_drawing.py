@@ -18,7 +18,7 @@ _LEGEND: Final = (
 )
 _COLUMN_WIDTH: Final = 2
 _NAME_WIDTH: Final = 18
-_BAR_WIDTH: Final = 32
+_BAR_WIDTH: Final = 16
 _QUIET_SECONDS: Final = 2.0
 _MIN_SEATS: Final = 4
 _QUEUE_SHOWN: Final = 4
@@ -48,8 +48,8 @@ def screen(
 
 def _totals(lifts: Mapping[str, Lift], now: float) -> Text:
     rate = sum(lift.tokens_per_second(now) for lift in lifts.values())
-    running = sum(lift.gauges.num_running for lift in lifts.values())
-    return Text(f"{rate:.0f} tokens/s   {running} riding")
+    riding = sum(lift.num_riding for lift in lifts.values())
+    return Text(f"{rate:.0f} tokens/s   {riding} riding")
 
 
 def _panel(name: str, lift: Lift, *, width: int, num_rows: int, now: float) -> Panel:
@@ -57,13 +57,13 @@ def _panel(name: str, lift: Lift, *, width: int, num_rows: int, now: float) -> P
     quiet = now - lift.news_at
     rows = [_seat(lift, seat, inner) for seat in range(min(len(lift.seated), num_rows))]
     hidden = len(lift.seated) - len(rows)
-    figures = Text(f"{gauges.num_running} of {gauges.max_num_seqs} seats", no_wrap=True)
+    figures = Text(f"{lift.num_riding} of {gauges.max_num_seqs} seats", no_wrap=True)
     figures.append(f"   {gauges.step_us / 1000:.1f} ms a step, {gauges.idle_us / 1000:.1f} idle before   ")
     figures.append_text(_blocks(lift))
     if hidden:
         figures.append(f"   {hidden} more seats than fit here", style="dim")
     title = f"{name}   step {lift.step_id}"
-    if gauges.num_running and quiet > _QUIET_SECONDS:
+    if lift.num_riding and quiet > _QUIET_SECONDS:
         title += f"   no step for {quiet:.0f} s"
     return Panel(Group(*rows, figures), title=title, title_align="left")
 

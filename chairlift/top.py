@@ -107,6 +107,9 @@ class _Top:
                 async for summary in stub.Watch(router_pb2.WatchRequest(), metadata=self._router.metadata):
                     lift = self._lifts.setdefault(summary.executor_id, Lift())
                     lift.take(frame_of(summary), time.monotonic())
+                    for other in self._lifts.values():
+                        if other is not lift:
+                            other.lose(lift.boarded)
         except ChairliftError as error:
             if error.code != "UNAVAILABLE" or not self._model:
                 raise

@@ -53,6 +53,16 @@ def test_a_fresh_epoch_begins_with_empty_seats_whatever_its_numbers() -> None:
     assert newest.entered
 
 
+def test_who_gets_on_elsewhere_sits_here_no_more() -> None:
+    lost, found = lift_of(frame(1, 1, 2), frame(2, 1, 2)), lift_of(frame(7, 2))
+    lost.lose(found.boarded)
+    assert [member and member.name for member in lost.seated] == ["r1", None]
+    newest = lost.columns[-1][1]
+    assert newest is not None
+    assert newest.end is End.PREEMPTED
+    assert (lost.num_riding, found.num_riding) == (1, 1)
+
+
 def test_the_rate_counts_what_was_sampled_lately() -> None:
     lift = Lift()
     lift.take(frame(1, 1, 2), now=10.0)

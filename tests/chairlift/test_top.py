@@ -53,11 +53,11 @@ class Terminal:
         self._seen = b""
 
     def wait_for(self, *wanted: str) -> str:
-        """Everything written until all of `wanted` has been; colours left out."""
+        """Everything written until all of `wanted` (patterns) has been; colours left out."""
         deadline = time.monotonic() + SECONDS
         while True:
             text = _ESCAPE.sub(b"", self._seen).decode(errors="replace")
-            missing = [word for word in wanted if word not in text]
+            missing = [word for word in wanted if not re.search(word, text)]
             if not missing:
                 return text
             assert time.monotonic() < deadline, f"{missing} did not appear in {text[-3000:]}"
@@ -109,6 +109,21 @@ def test_a_router_that_goes_away_is_told_of_and_asked_again(server: Cluster, top
     top.forget()
     server.restart("router")
     top.wait_for("0 tokens/s   0 riding")
+
+
+def test_an_executor_that_is_gone_is_seen_and_so_is_its_return(server: Cluster, top: Terminal) -> None:
+    top.wait_for("0 tokens/s   0 riding")
+    server.kill("executor-2")  # idle: no request is suspected of it
+    call = server.router.Generate(request([7, 8, 9], max_tokens=4000, request_id="survivor"))
+    try:
+        top.wait_for("survivor", "1 riding")
+        server.kill("executor")
+        top.wait_for("no step for", "   0 tokens/s   1 riding")
+        server.restart("executor")
+        top.forget()
+        top.wait_for(r" [1-9]\d* tokens/s   1 riding")
+    finally:
+        call.cancel()
 
 
 def test_no_router_is_one_sentence(tmp_path: Path) -> None:
