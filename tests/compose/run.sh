@@ -29,7 +29,7 @@ finish() {
     status=$?
     trap - EXIT
     [[ $status -eq 0 ]] || compose logs --tail 20 || true
-    compose down --timeout 20 || true
+    compose down --volumes --timeout 20 || true
     if [[ -n $dockerd_pid ]]; then
         kill "$dockerd_pid" && wait "$dockerd_pid" || true
     fi
