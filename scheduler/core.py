@@ -322,21 +322,7 @@ class SchedulerCore:
         state = self.executors[executor_id]
         if state.fault is not None:
             raise state.fault
-        state.held_until = None
-        if not state.session.can_send:
-            return None
-        if state.is_draining and not self._move_away(state):
-            return None
-        if self.limits.late_plans and state.session.num_unanswered:
-            state.held_until = state.pace.held_until(now)
-            if state.held_until is not None:
-                return None
-        # Each running sequence takes at most one block a step: with more free ones nobody can be short.
-        if state.blocks.num_free < len(state.running) and not self._make_room(state):
-            return None
-        if state.crowded and not self._make_room_within(state):
-            return None
-        if not self._make_way(state):
+        if not self._may_send(state, now) or not self._clear_the_way(state):
             return None
         may_enter = self.batching.may_enter(num_running=len(state.running)) and not state.is_draining
         rows = Rows(state.max_num_batched_tokens)
@@ -348,6 +334,26 @@ class SchedulerCore:
             self._cut_to_step_time(state, rows)
         self._give_out(state, unfinished, rows, may_enter=may_enter)
         return self._plan(state, rows)
+
+    def _may_send(self, state: ExecutorState, now: float) -> bool:
+        """Whether a plan may leave: the window has room, and it is late enough (rule 7)."""
+        state.held_until = None
+        if not state.session.can_send:
+            return False
+        if self.limits.late_plans and state.session.num_unanswered:
+            state.held_until = state.pace.held_until(now)
+        return state.held_until is None
+
+    def _clear_the_way(self, state: ExecutorState) -> bool:
+        """Takes off who must go before anybody is planned; False when a result must be in first (rule 3)."""
+        if state.is_draining and not self._move_away(state):
+            return False
+        # Each running sequence takes at most one block a step: with more free ones nobody can be short.
+        if state.blocks.num_free < len(state.running) and not self._make_room(state):
+            return False
+        if state.crowded and not self._make_room_within(state):
+            return False
+        return self._make_way(state)
 
     def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
         """One row for each running sequence with one token to compute; returns those with more."""
