@@ -47,6 +47,10 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=30s CMD ["python", "-m", "
 ENTRYPOINT ["python", "-m", "router"]
 
 FROM base AS scheduler
+# Where schedulers may share a lease: a volume that is new takes over this folder's owner.
+USER root
+RUN install --directory --owner chairlift /lease
+USER chairlift
 EXPOSE 50052
 ENV CHAIRLIFT_LISTEN=0.0.0.0:50052
 HEALTHCHECK --interval=5s --timeout=5s --start-period=30s CMD ["python", "-m", "rpc.health_probe", "127.0.0.1:50052"]

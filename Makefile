@@ -21,7 +21,7 @@ help:
 	@echo "make soak    the long forms of the tests"
 	@echo "make bench   the figures of docs/results.md"
 	@echo "make audit   what the public advisories say of the dependencies"
-	@echo "make protos  stubs from protos/v1"
+	@echo "make protos  stubs and docs/api.md from protos/v1"
 	@echo "make clean   what was built; models stay"
 
 demo: $(RUN_STAMP) $(MODEL_STAMP)
@@ -32,6 +32,7 @@ test: check $(MODEL_STAMP)
 
 check: $(DEV_STAMP)
 	$(BIN)/python scripts/gen_protos.py --check
+	$(BIN)/python scripts/gen_api_docs.py --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -49,6 +50,7 @@ audit: $(DEV_STAMP)
 
 protos: $(DEV_STAMP)
 	$(BIN)/python scripts/gen_protos.py
+	$(BIN)/python scripts/gen_api_docs.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

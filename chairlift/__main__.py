@@ -18,6 +18,7 @@ _COMMANDS = {
     "pull": "fetch a model",
     "watch": "follow the batch of a running router, step by step",
     "status": "how a running server is: each tier, its version and its load",
+    "top": "the batch of a running router as a moving picture in the terminal",
     "explain": "where the time of one request went",
     "demo": "twelve questions at once, and what the batch did",
     "bench": "measure a model on this machine",

@@ -56,6 +56,11 @@ class Seats:
     def __init__(self, num_seats: int) -> None:
         self._seats: list[Member | None] = [None] * num_seats
 
+    @property
+    def seated(self) -> tuple[Member | None, ...]:
+        """Who sits where, None where nobody does."""
+        return tuple(self._seats)
+
     def take(self, step: Step) -> Row | None:
         """Moves people as the step did; the row for it, or None when everybody stayed."""
         present = {member.seq_id for member in step.members}

@@ -30,6 +30,8 @@ from rpc.tls import Tls
 if TYPE_CHECKING:  # its libraries are an extra
     from router.http.server import HttpDoor
 
+# A scheduler that restarts, or hands over to its standby, must not take every router out of its balancer.
+PATIENCE_SECONDS = 10.0
 SERVICE_NAME: str = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 
 
@@ -44,7 +46,7 @@ async def run_router() -> int:
         tokenizer = Tokenizer(files)
     except model_files.ModelFilesError as error:
         raise StartError(str(error)) from error
-    health = Health([SERVICE_NAME])
+    health = Health([SERVICE_NAME], patience_seconds=PATIENCE_SECONDS)
     router_id = f"router-{uuid.uuid4().hex[:12]}"
 
     def tell_health() -> None:

@@ -26,6 +26,7 @@ def test_help_names_every_command_without_loading_grpc_or_torch() -> None:
         "generate",
         "pull",
         "watch",
+        "top",
         "demo",
         "conformance",
         "router",
@@ -49,7 +50,7 @@ def test_an_unknown_command_is_refused_with_the_known_ones(capsys: pytest.Captur
     assert "'ski'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "pull", "watch", "demo", "conformance"])
+@pytest.mark.parametrize("command", ["serve", "generate", "pull", "watch", "top", "demo", "conformance"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])

@@ -29,7 +29,7 @@ finish() {
     status=$?
     trap - EXIT
     [[ $status -eq 0 ]] || compose logs --tail 20 || true
-    compose down --timeout 20 || true
+    compose down --volumes --timeout 20 || true
     if [[ -n $dockerd_pid ]]; then
         kill "$dockerd_pid" && wait "$dockerd_pid" || true
     fi
@@ -120,6 +120,14 @@ until_healthy $(compose ps --quiet)
 ask
 
 say "with a second executor"
+compose up --detach --no-recreate --scale executor=2
+until_healthy $(compose ps --quiet)
+ask
+
+say "the live page, and a standby that takes over"
+$python -c 'import urllib.request as web; assert b"Chairlift" in web.urlopen("http://127.0.0.1:8000/").read()'
+compose kill --signal SIGKILL scheduler
+ask
 compose up --detach --no-recreate --scale executor=2
 until_healthy $(compose ps --quiet)
 ask

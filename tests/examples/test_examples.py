@@ -55,20 +55,23 @@ def test_python(server: Cluster) -> None:
     assert "INVALID_ARGUMENT: sampling.temperature is -1.0; it must be from 0 to 100" in said
 
 
-@pytest.fixture(scope="module")
-def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of Node's examples, with what they need."""
+def installed(name: str, root: Path) -> Path:
+    """A copy of one of Node's examples, with what it needs."""
     if shutil.which("npm") is None:
         pytest.skip("there is no npm here")
-    root = tmp_path_factory.mktemp("node")
-    folder = root / "examples" / "node"
-    shutil.copytree(EXAMPLES / "node", folder, ignore=shutil.ignore_patterns("node_modules"))
+    folder = root / "examples" / name
+    shutil.copytree(EXAMPLES / name, folder, ignore=shutil.ignore_patterns("node_modules"))
     shutil.copytree(EXAMPLES.parent / "protos", root / "protos")
     installing = ("npm", "install", "--no-audit", "--no-fund", "--ignore-scripts")
-    installed = subprocess.run(installing, cwd=folder, capture_output=True, timeout=NPM_SECONDS, check=False)
-    if installed.returncode != 0:
-        pytest.skip(f"npm cannot install here: {installed.stderr.decode()[-200:]}")
+    done = subprocess.run(installing, cwd=folder, capture_output=True, timeout=NPM_SECONDS, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"npm cannot install here: {done.stderr.decode()[-200:]}")
     return folder
+
+
+@pytest.fixture(scope="module")
+def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return installed("node", tmp_path_factory.mktemp("node"))
 
 
 def test_node(server: Cluster, node_folder: Path) -> None:
@@ -85,6 +88,21 @@ def test_openais_own_client_for_node(server: Cluster, url: str, node_folder: Pat
     assert said.startswith(f"{text}\n48 tokens\nwhole: {text}\n")
     assert "held: boolean" in said
     assert "BadRequestError 400 temperature: 400 temperature is -1" in said
+
+
+def test_the_toy_executor_in_node_keeps_the_step_protocol(tmp_path: Path) -> None:
+    folder = installed("toy-executor", tmp_path)
+    command = ["node", "executor.mjs", f"unix:{tmp_path}/toy.sock"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as toy:
+        try:
+            assert toy.stdout is not None
+            address = toy.stdout.readline().strip().removeprefix("listening on ")
+            said = run(sys.executable, "-m", "chairlift", "conformance", address)
+        finally:
+            toy.kill()
+    assert said.endswith("the executor conforms\n")
+    skipped = [line for line in said.splitlines() if line.lstrip().startswith("skipped")]
+    assert all("does not offer" in line for line in skipped), skipped
 
 
 @pytest.mark.soak  # the compiler takes its time

@@ -1,0 +1,131 @@
+"""`chairlift top`: the batch of a running router as a moving picture in the terminal.
+
+The live page's picture, from the same source: the router's Watch. What is drawn is made in `lift` and
+`lift_drawing`; here the steps are read and the clock is asked.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+
+from rich.console import Console
+from rich.live import Live
+
+from chairlift.calls import Router, add_flags, from_flags, router_at
+from chairlift.lift import End, Frame, Gauges, Lift
+from chairlift.lift_drawing import screen
+from chairlift.results import ChairliftError
+from chairlift.watch import step_of
+from protos.v1 import common_pb2, router_pb2
+from rpc.address import AddressError
+
+_FRAMES_PER_SECOND = 8
+_RETRY_SECONDS = 1.0
+_ENDS = {
+    common_pb2.FINISH_REASON_STOP: End.FINISHED,
+    common_pb2.FINISH_REASON_LENGTH: End.FINISHED,
+    common_pb2.FINISH_REASON_UNSPECIFIED: End.PREEMPTED,
+}
+
+
+def frame_of(summary: router_pb2.StepSummary) -> Frame:
+    """The wire's message as the local type."""
+    computing = [member for member in summary.members if not member.padding]
+    return Frame(
+        step_of(summary),
+        chunks=frozenset(member.seq_id for member in computing if member.prefill or member.num_tokens > 1),
+        num_sampled=sum(not member.prefill for member in computing),
+        ends={leaver.seq_id: _ENDS.get(leaver.reason, End.CANCELLED) for leaver in summary.left},
+        gauges=Gauges(
+            num_running=summary.num_running,
+            num_waiting=summary.num_waiting,
+            max_num_seqs=summary.max_num_seqs,
+            num_blocks=summary.num_blocks,
+            num_free_blocks=summary.num_free_blocks,
+            num_cached_blocks=summary.num_cached_blocks,
+            step_us=summary.previous_step_us,
+            idle_us=summary.previous_idle_us,
+            queue=tuple((group.priority, group.tenant, group.num_waiting) for group in summary.waiting),
+        ),
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Shows it until Ctrl-C; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="chairlift top",
+        description="The batch of a running router as a moving picture in the terminal. Ctrl-C ends it.",
+    )
+    add_flags(parser)
+    options = parser.parse_args(argv)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print("chairlift top draws on a terminal; `chairlift watch` writes lines", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(_Top(from_flags(options), console).follow())
+    except (AddressError, ChairliftError) as error:
+        print(f"chairlift top: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+class _Top:
+    """One router, looked at."""
+
+    def __init__(self, router: Router, console: Console) -> None:
+        self._router = router
+        self._console = console
+        self._lifts: dict[str, Lift] = {}
+        self._model = ""
+        self._state = "connecting"
+
+    async def follow(self) -> None:
+        """Reads and draws, for ever; a router that goes away is asked again.
+
+        Raises:
+            ChairliftError: the router does not answer at first, or refuses to show its steps.
+        """
+        with Live(console=self._console, screen=True, auto_refresh=False) as live:
+            drawing = asyncio.create_task(self._draw(live))
+            try:
+                while True:
+                    await self._read()
+                    await asyncio.sleep(_RETRY_SECONDS)
+            finally:
+                drawing.cancel()
+
+    async def _read(self) -> None:
+        try:
+            async with router_at(self._router) as stub:
+                served = await stub.GetModel(router_pb2.GetModelRequest(), metadata=self._router.metadata)
+                self._model, self._state = served.model, ""
+                async for summary in stub.Watch(router_pb2.WatchRequest(), metadata=self._router.metadata):
+                    lift = self._lifts.setdefault(summary.executor_id, Lift())
+                    lift.take(frame_of(summary), time.monotonic())
+                    for other in self._lifts.values():
+                        if other is not lift:
+                            other.lose(lift.boarded)
+        except ChairliftError as error:
+            if error.code != "UNAVAILABLE" or not self._model:
+                raise
+            self._state = str(error)
+
+    async def _draw(self, live: Live) -> None:
+        # In the loop that reads, not in a thread of its own: nothing changes under the pen.
+        while True:
+            width, height = self._console.size
+            picture = screen(
+                self._lifts,
+                title=f"{self._model} at {self._router.address}".removeprefix(" "),
+                state=self._state,
+                width=width,
+                height=height,
+                now=time.monotonic(),
+            )
+            live.update(picture, refresh=True)
+            await asyncio.sleep(1 / _FRAMES_PER_SECOND)
