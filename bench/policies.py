@@ -1,4 +1,4 @@
-"""What policies do to a load, in logical time: admission, deadlines, fairness, prefix hits.
+"""What policies do to a load, in the laboratory: admission, deadlines, fairness, prefix hits.
 
     python -m bench.policies [--out bench/results/policies.json] [PART …]
 
@@ -8,26 +8,24 @@ Parts: admission, deadline, fairness, prefix, prefix_under_load. The figures are
 import argparse
 import json
 import statistics
-from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.logical import (
-    DATA,
-    Arrival,
-    LogicalRun,
-    Served,
-    StepTime,
-    azure_conversation,
-    capacity,
-    fresh_prompt,
-)
+from chairlift.lab.loads import fresh_prompt, hashed_prompt, read_trace
+from chairlift.lab.loop import Arrival, LogicalLoop, Step
+from chairlift.lab.records import Records, quantile
+from chairlift.lab.run import Setup
+from chairlift.lab.step_times import Linear
+from scheduler.core import SchedulerCore
 from scheduler.policy import Admission, Limits
 from scheduler.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT
 from scheduler.token_ids import TokenIds
 from scheduler.waiting import Policy
 
+DATA = Path(__file__).parent / "data"
+STEP = Linear(base_us=12_000, per_token_us=60)  # roughly an 8B model on one large GPU
 MAX_TOKENS = 1024  # what clients ask for at most; the trace's longest output is 1,000
 LOADS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
 NUM_REQUESTS = 1500
@@ -35,25 +33,37 @@ NUM_SEATS = 64
 BLOCK = 16
 
 
+def _loop(
+    limits: Limits, num_blocks: int, on_step: Callable[[Step], None] | None = None, **capacity: int
+) -> LogicalLoop:
+    """One executor of so many blocks."""
+    setup = Setup(STEP, num_blocks, block_size=BLOCK, limits=limits, **capacity)
+    core = SchedulerCore(limits, cache_secret=b"bench")
+    return LogicalLoop(core, [setup.capacity()], STEP, on_step=on_step)
+
+
+def _step_seconds(num_tokens: int) -> float:
+    return (STEP.base_us + STEP.per_token_us * num_tokens) / 1e6
+
+
 def _mean_rate(trace: list[tuple[float, int, int]]) -> float:
     """Requests a second that the executor can do of this kind, with all seats taken."""
-    step = StepTime()
-    work = sum(
-        prompt * step.per_token + output * (step.base / NUM_SEATS + step.per_token)
+    work_us = sum(
+        prompt * STEP.per_token_us + output * (STEP.base_us / NUM_SEATS + STEP.per_token_us)
         for _, prompt, output in trace
     )
-    return len(trace) / work
+    return 1e6 * len(trace) / work_us
 
 
 def _arrivals(load: float, *, slack: float | None = None) -> list[Arrival]:
     """The trace's lengths and rhythm at `load` times what the executor can do."""
-    trace = azure_conversation(NUM_REQUESTS)
+    rows = read_trace(DATA / "azure2023_conv.csv")[:NUM_REQUESTS]
+    trace = [(row.time or 0.0, row.num_prompt_tokens, row.num_output_tokens) for row in rows]
     stretch = (NUM_REQUESTS / trace[-1][0]) / (load * _mean_rate(trace))
-    step = StepTime()
     arrivals = []
     for number, (time, prompt, output) in enumerate(trace):
         at = time * stretch
-        alone = step(prompt) + output * step(NUM_SEATS)
+        alone = _step_seconds(prompt) + output * _step_seconds(NUM_SEATS)
         deadline = None if slack is None else at + 2.0 + slack * alone
         arrivals.append(Arrival(at, fresh_prompt(number, prompt), output, MAX_TOKENS, deadline=deadline))
     return arrivals
@@ -64,26 +74,24 @@ def admission() -> dict[str, Any]:
     result = {}
     for mode in Admission:
         limits = Limits(window=1, admission=mode, prefix_caching=False)
-        run = LogicalRun(limits, capacity(2048, max_num_seqs=NUM_SEATS))
-        served = run.run(_arrivals(1.2))
-        tokens = sum(item.arrival.num_output_tokens for item in served)
+        run = _loop(limits, 2048, max_num_seqs=NUM_SEATS)
+        records = run.run(_arrivals(1.2))
         computed = run.core.counters.scheduled_tokens
-        needed = sum(len(item.arrival.prompt_token_ids) + item.arrival.num_output_tokens for item in served)
+        needed = sum(records.num_prompt_tokens) + sum(records.num_output_tokens)
         result[mode.value] = {
-            "output_tokens_per_second": round(tokens / run.now, 1),
+            "output_tokens_per_second": round(sum(records.num_output_tokens) / run.now, 1),
             "preemptions": run.core.counters.preemptions,
             "recomputed_share": round(max(0.0, computed / needed - 1), 4),
-        } | _latencies(served)
+        } | _latencies(records)
     return result
 
 
-def _latencies(served: list[Served]) -> dict[str, float]:
-    firsts = sorted(item.first_token - item.arrival.time for item in served if item.first_token is not None)
-    totals = sorted(item.ended - item.arrival.time for item in served if item.ended is not None)
+def _latencies(records: Records) -> dict[str, float]:
+    firsts = records.first_token_seconds()
     return {
-        "first_token_p50": round(firsts[len(firsts) // 2], 2),
-        "first_token_p99": round(firsts[int(0.99 * len(firsts))], 2),
-        "total_mean": round(statistics.fmean(totals), 2),
+        "first_token_p50": round(quantile(firsts, 0.5), 2),
+        "first_token_p99": round(quantile(firsts, 0.99), 2),
+        "total_mean": round(statistics.fmean(records.total_seconds()), 2),
     }
 
 
@@ -94,9 +102,8 @@ def deadline() -> dict[str, Any]:
         row = {}
         for policy in (Policy.FCFS, Policy.DEADLINE):
             limits = Limits(window=1, policy=policy, prefix_caching=False)
-            run = LogicalRun(limits, capacity(8192, max_num_seqs=NUM_SEATS))
-            served = run.run(_arrivals(load, slack=3.0))
-            row[policy.value] = round(sum(item.in_time for item in served) / len(served), 4)
+            records = _loop(limits, 8192, max_num_seqs=NUM_SEATS).run(_arrivals(load, slack=3.0))
+            row[policy.value] = round(sum(records.in_time) / len(records), 4)
         row["gain"] = round(row["deadline"] / row["fcfs"], 3)
         result[str(load)] = row
     return result
@@ -104,35 +111,27 @@ def deadline() -> dict[str, Any]:
 
 def fairness() -> dict[str, Any]:
     """Tenant x floods, tenant y asks steadily: service over time under fcfs and fair, drawn."""
-    result: dict[str, Any] = {}
-    for policy in (Policy.FCFS, Policy.FAIR):
-        arrivals = [Arrival(0.0, fresh_prompt(i, 400), 100, 200, tenant="x") for i in range(600)]
-        arrivals += [Arrival(0.2 * i, fresh_prompt(5000 + i, 400), 100, 200, tenant="y") for i in range(300)]
-        run = LogicalRun(
-            Limits(window=1, policy=policy, prefix_caching=False), capacity(2048, max_num_seqs=32)
-        )
-        points: list[tuple[float, float, float]] = []
-
-        def note(run: LogicalRun = run, points: list[tuple[float, float, float]] = points) -> None:
-            x, y = (run.core.tenants.get(name, 0.0) for name in "xy")
-            services = (
-                INPUT_WEIGHT * item.num_input_tokens + OUTPUT_WEIGHT * item.num_output_tokens
-                for item in (x, y)
-            )
-            points.append((run.now, *services))
-
-        served = run.run(arrivals, note)
-        waits = [
-            item.first_token - item.arrival.time
-            for item in served
-            if item.arrival.tenant == "y" and item.first_token
-        ]
-        result[policy.value] = {
-            "y_first_token_p50": round(statistics.median(waits), 2),
-            "points": points[::20],
-        }
+    result = {policy.value: _two_tenants(policy) for policy in (Policy.FCFS, Policy.FAIR)}
     _draw(result, Path(__file__).parent / "results" / "fairness.svg")
     return {policy: {"y_first_token_p50": item["y_first_token_p50"]} for policy, item in result.items()}
+
+
+def _two_tenants(policy: Policy) -> dict[str, Any]:
+    arrivals = [Arrival(0.0, fresh_prompt(i, 400), 100, 200, tenant="x") for i in range(600)]
+    arrivals += [Arrival(0.2 * i, fresh_prompt(5000 + i, 400), 100, 200, tenant="y") for i in range(300)]
+    points: list[tuple[float, float, float]] = []
+
+    def note(step: Step) -> None:
+        x, y = (run.core.tenants.get(name, 0.0) for name in "xy")
+        services = (
+            INPUT_WEIGHT * item.num_input_tokens + OUTPUT_WEIGHT * item.num_output_tokens for item in (x, y)
+        )
+        points.append((step.end, *services))
+
+    limits = Limits(window=1, policy=policy, prefix_caching=False)
+    run = _loop(limits, 2048, note, max_num_seqs=32)
+    waits = run.run(sorted(arrivals, key=lambda arrival: arrival.time)).first_token_seconds("y")
+    return {"y_first_token_p50": round(statistics.median(waits), 2), "points": points[::20]}
 
 
 def _draw(result: dict[str, Any], path: Path) -> None:
@@ -168,18 +167,16 @@ def prefix() -> dict[str, Any]:
     prompts = mooncake_prompts()
     result: dict[str, Any] = {}
     for num_blocks in (4_000, 16_000, 64_000):
-        run = LogicalRun(
-            Limits(window=1), capacity(num_blocks, block_size=BLOCK, max_num_seqs=1, budget=1 << 16)
-        )
+        run = _loop(Limits(window=1), num_blocks, max_num_seqs=1, max_num_batched_tokens=1 << 16)
+        (state,) = run.core.executors.values()
         oracle = LruOracle(num_blocks)
         differing = hits = expected_hits = total = 0
-        for number, prompt in enumerate(prompts):
-            before = run.state.cache.num_hit_tokens
+        for prompt in prompts:
+            before = state.cache.num_hit_tokens
             run.run([Arrival(run.now, prompt, 1, 1)])
-            got, expected = run.state.cache.num_hit_tokens - before, oracle.serve(prompt)
+            got, expected = state.cache.num_hit_tokens - before, oracle.serve(prompt)
             differing += got != expected
             hits, expected_hits, total = hits + got, expected_hits + expected, total + len(prompt)
-            assert number >= 0
         result[str(num_blocks)] = {
             "hit_share": round(hits / total, 4),
             "oracle_hit_share": round(expected_hits / total, 4),
@@ -195,7 +192,7 @@ def prefix_under_load() -> dict[str, Any]:
     """
     prompts = mooncake_prompts()
     limits = Limits(window=1, admission=Admission.OPTIMISTIC)
-    run = LogicalRun(limits, capacity(1_000_000, max_num_seqs=NUM_SEATS, budget=2048))
+    run = _loop(limits, 1_000_000, max_num_seqs=NUM_SEATS)
     run.run(Arrival(0.0, prompt, 8, 8) for prompt in prompts)
     seen: set[bytes] = set()
     possible = 0
@@ -204,20 +201,13 @@ def prefix_under_load() -> dict[str, Any]:
         keys = [raw[: 4 * BLOCK * count] for count in range(1, (len(prompt) - 1) // BLOCK + 1)]
         possible += BLOCK * sum(key in seen for key in keys)
         seen.update(keys)
-    hits = run.state.cache.num_hit_tokens
+    hits = sum(state.cache.num_hit_tokens for state in run.core.executors.values())
     return {"hit_tokens": hits, "possible": possible, "share": round(hits / possible, 4)}
 
 
 def mooncake_prompts() -> list[TokenIds]:
     """Prompts with the trace's prefix structure."""
-    prompts = []
-    for line in (DATA / "mooncake_conversation.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        ids: TokenIds = array("I")
-        for hash_id in row["hash_ids"]:
-            ids.extend(range(hash_id * BLOCK, hash_id * BLOCK + BLOCK))
-        prompts.append(ids[: max(1, row["prompt_tokens"] // 32)])
-    return prompts
+    return [hashed_prompt(row, BLOCK) for row in read_trace(DATA / "mooncake_conversation.jsonl")]
 
 
 class LruOracle:

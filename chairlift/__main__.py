@@ -22,6 +22,8 @@ _COMMANDS = {
     "explain": "where the time of one request went",
     "demo": "twelve questions at once, and what the batch did",
     "bench": "measure a model on this machine",
+    "simulate": "what schedulers do to a load, in logical time",
+    "capacity": "the highest rate that keeps stated limits, or the executors a rate needs",
     "key": "make an API key",
     "certs": "make certificates to try TLS with",
     "conformance": "check that an executor keeps the step protocol",

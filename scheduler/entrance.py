@@ -129,15 +129,17 @@ def _has_room(
         return True  # alone it fits: `submit` and `attach` saw to that
     # What several hold counts once. Who leaves takes at least as much off the sum as off this, so that a
     # reservation stays one.
-    num_entries = sum(len(member.block_table) for member in staying) + len(matched)
+    num_entries = sum([len(member.block_table) for member in staying]) + len(matched)
     num_shared = num_entries - (blocks.num_blocks - num_free - num_taken + num_idle)
     match core.limits.admission:
         case Admission.RESERVE:
             needed = policy.blocks_to_reserve(seq, staying, blocks.block_size) - num_shared
             limit = blocks.num_blocks
         case Admission.FORECAST:
-            needed = policy.blocks_expected(seq, staying, blocks.block_size, core.lengths) - num_shared
             limit = blocks.num_blocks - state.watermark_blocks
+            if policy.blocks_at_most(seq, staying, blocks.block_size) - num_shared <= limit:
+                return True
+            needed = policy.blocks_expected(seq, staying, blocks.block_size, core.lengths) - num_shared
         case Admission.OPTIMISTIC:
             needed = policy.blocks_to_begin(seq, staying, blocks.block_size)
             limit = num_free + len(matched) - num_idle - state.watermark_blocks

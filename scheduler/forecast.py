@@ -9,6 +9,7 @@ Pure.
 """
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 _BUCKETS = 24  # output lengths by powers of two
 _FORGET = 0.999  # weight of the past at each end: about a thousand ends of memory
@@ -19,14 +20,16 @@ _MIN_WEIGHT = 16.0  # ends before an expectation is worth anything
 class LengthModel:
     """Expected remaining output, from the lengths of those that ended."""
 
-    __slots__ = ("_sums", "_weights")
+    __slots__ = ("_means", "_sums", "_weights")
 
     def __init__(self) -> None:
+        self._means: list[int | None] | None = None  # by bucket, once asked for; a new end makes them stale
         self._weights = [0.0] * _BUCKETS
         self._sums = [0.0] * _BUCKETS
 
     def observe(self, num_output_tokens: int) -> None:
         """Learns from one sequence that ended by itself."""
+        self._means = None
         for index in range(_BUCKETS):
             self._weights[index] *= _FORGET
             self._sums[index] *= _FORGET
@@ -41,15 +44,32 @@ class LengthModel:
         may, but no more than a first guess: limits are often left at the model's length, and hardly reached.
         """
         at_most = limit - num_output_tokens
-        if sum(self._weights) < _MIN_WEIGHT:
+        means = self._means
+        if means is None:
+            means = self._means = self._means_by_bucket()
+        if not means:
             return min(at_most, max(_FIRST_GUESS, num_output_tokens))
-        first = min(_BUCKETS - 1, num_output_tokens.bit_length())
-        weight = sum(self._weights[first:])
-        if weight < 1.0:
+        mean = means[min(_BUCKETS - 1, num_output_tokens.bit_length())]
+        if mean is None:
             return at_most
-        expected = sum(self._sums[first:]) / weight
         # At least as much again as a tenth of what it has: the longer it runs, the longer it goes on.
-        return max(0, min(at_most, max(round(expected) - num_output_tokens, num_output_tokens // 10 + 1)))
+        expected = mean - num_output_tokens
+        at_least = num_output_tokens // 10 + 1
+        expected = max(expected, at_least)
+        return max(0, at_most) if expected > at_most else expected
+
+    def _means_by_bucket(self) -> list[int | None]:
+        """Mean length of those in a bucket or a longer one; none of any bucket when too little was observed.
+
+        Asked for by everybody who runs whenever somebody may enter, so it is kept until the next end.
+        """
+        if sum(self._weights) < _MIN_WEIGHT:
+            return []
+        weights = [sum(self._weights[first:]) for first in range(_BUCKETS)]
+        return [
+            round(sum(self._sums[first:]) / weight) if weight >= 1.0 else None
+            for first, weight in enumerate(weights)
+        ]
 
 
 def peak_blocks(members: Iterable[tuple[int, int]], block_size: int) -> int:
@@ -58,11 +78,13 @@ def peak_blocks(members: Iterable[tuple[int, int]], block_size: int) -> int:
     An expectation, not a bound: the last block of each member is taken to be half full, as it is on average.
     The true peak may be above it by half a block for each member, and one.
     """
-    by_remaining: Sequence[tuple[int, int]] = sorted(members, key=lambda item: -item[1])
+    by_remaining: Sequence[tuple[int, int]] = sorted(members, key=itemgetter(1), reverse=True)
+    half_a_block = block_size // 2
     held = 0
     peak = 0
     for count, (num_tokens, remaining) in enumerate(by_remaining, start=1):
         held += num_tokens
         # Every member that is still there has grown by `remaining`; each leaves half a block empty.
-        peak = max(peak, held + count * remaining + count * (block_size // 2))
+        at_its_end = held + count * (remaining + half_a_block)
+        peak = max(peak, at_its_end)
     return -(-peak // block_size)

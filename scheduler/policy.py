@@ -176,6 +176,12 @@ def _growth(seq: Sequence, num_tokens: int, block_size: int) -> int:
     return max(0, -(-future // block_size) - held)
 
 
+def blocks_at_most(seq: Sequence, running: Iterable[Sequence], block_size: int) -> int:
+    """No less than `blocks_expected` of the same, and much quicker: everybody grows to its limit."""
+    half_a_block = block_size // 2
+    return -(-sum([member.max_len + half_a_block for member in [seq, *running]]) // block_size)
+
+
 def blocks_expected(seq: Sequence, running: Iterable[Sequence], block_size: int, lengths: LengthModel) -> int:
     """Peak blocks that `seq` and the running are expected to hold together.
 
@@ -186,8 +192,10 @@ def blocks_expected(seq: Sequence, running: Iterable[Sequence], block_size: int,
     members = []
     for member in [seq, *running]:
         limit = member.request.max_tokens
-        remaining = lengths.remaining(member.num_output_tokens, limit)
+        num_tokens = len(member.token_ids)
+        num_output_tokens = num_tokens - member.num_prompt_tokens
+        remaining = lengths.remaining(num_output_tokens, limit)
         if at_least:
-            remaining = max(remaining, min(at_least, limit - member.num_output_tokens))
-        members.append((len(member.token_ids), remaining))
+            remaining = max(remaining, min(at_least, limit - num_output_tokens))
+        members.append((num_tokens, remaining))
     return peak_blocks(members, block_size)

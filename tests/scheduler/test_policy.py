@@ -11,6 +11,7 @@ from scheduler.policy import (
     FREE_RECOMPUTE_TOKENS,
     MAX_DISPLACEMENTS,
     MIN_TOKENS_BEFORE_DISPLACEMENT,
+    blocks_at_most,
     blocks_expected,
     blocks_to_begin,
     blocks_to_reserve,
@@ -287,6 +288,22 @@ def test_the_expected_need_without_experience_is_the_peak_of_running_to_the_limi
     others = beside(shapes, 1)
     members = [(len(item.token_ids), item.max_len - len(item.token_ids)) for item in [seq, *others]]
     assert blocks_expected(seq, others, 1, LengthModel()) == simulated_peak(members, 1)
+
+
+@given(shapes, st.integers(1, 40), st.integers(1, 40), st.integers(1, 60), st.sampled_from([1, 4, 16]))
+def test_no_forecast_exceeds_growing_to_the_limits(
+    shapes: list[Shape], prompt_len: int, max_tokens: int, usual_length: int, block_size: int
+) -> None:
+    lengths = LengthModel()
+    for _ in range(50):
+        lengths.observe(usual_length)
+    others = beside(shapes, block_size)
+    for seq in (
+        waiting("head", 99, prompt_len=prompt_len, max_tokens=max_tokens),
+        preempted(prompt_len, 3, max_tokens),
+    ):
+        at_most = blocks_at_most(seq, others, block_size)
+        assert blocks_expected(seq, others, block_size, lengths) <= at_most
 
 
 @given(shapes, st.integers(1, 60), st.integers(1, 20), st.integers(1, 40), st.integers(1, 30))

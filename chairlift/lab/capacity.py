@@ -1,0 +1,98 @@
+"""How much a setup can take: the highest rate that keeps stated limits, and how many executors a rate needs.
+
+Both by bisection, on the ground that more requests a second never make anybody faster. That holds of rates in
+the large, not of every pair of neighbours: what is found is a rate that keeps the limits, beside one, at most
+a tolerance higher, that does not. Pure.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chairlift.lab.run import Summary
+
+_MAX_DOUBLINGS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What must hold. Times in seconds; None asks nothing. Nobody may be refused."""
+
+    first_token_p50: float | None = None
+    first_token_p99: float | None = None
+    between_tokens_p50: float | None = None
+    between_tokens_p99: float | None = None
+    per_output_token_p50: float | None = None
+
+    def missed(self, summary: Summary) -> str | None:
+        """The first that does not hold, in words; None when all do."""
+        for name in self.__slots__:
+            wanted = getattr(self, name)
+            got = getattr(summary, name)
+            if wanted is not None and got > wanted:
+                return f"{name} {got:.4g} s > {wanted:g} s"
+        return f"{summary.refused} refused" if summary.refused else None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A rate that keeps the limits, and one a little higher that does not."""
+
+    rate: float
+    summary: Summary
+    missed_at: float | None  # None: no rate tried was too much
+    missed: str | None
+
+
+class TargetsError(ValueError):
+    """Limits that cannot be kept at all: a sentence."""
+
+
+def highest_rate(
+    at: Callable[[float], Summary], targets: Targets, *, start: float = 1.0, tolerance: float = 0.02
+) -> Found:
+    """Requests a second, within `tolerance` of it. Raises TargetsError when none keeps the limits."""
+    good: tuple[float, Summary] | None = None
+    bad: tuple[float, str] | None = None
+    rate = start
+    for _ in range(_MAX_DOUBLINGS):
+        summary = at(rate)
+        missed = targets.missed(summary)
+        if missed is None:
+            good = rate, summary
+        else:
+            bad = rate, missed
+        if good is not None and bad is not None:
+            if bad[0] <= good[0] * (1 + tolerance):
+                break
+            rate = (good[0] + bad[0]) / 2
+        else:
+            rate = rate * 2 if good is not None else rate / 2
+    if good is None:
+        assert bad is not None
+        raise TargetsError(f"not even {bad[0]:.3g} requests a second keep the limits: {bad[1]}")
+    return Found(*good, *(bad or (None, None)))
+
+
+def fewest_executors(
+    with_count: Callable[[int], Summary], targets: Targets, *, at_most: int
+) -> tuple[int, Summary]:
+    """How many keep the limits, and the figures with them. Raises TargetsError when `at_most` do not."""
+    low, high = 0, 1
+    best: tuple[int, Summary] | None = None
+    while best is None:
+        summary = with_count(high)
+        missed = targets.missed(summary)
+        if missed is None:
+            best = high, summary
+        elif high >= at_most:
+            raise TargetsError(f"not even {high} executors keep the limits: {missed}")
+        else:
+            low, high = high, min(2 * high, at_most)
+    while low + 1 < best[0]:
+        middle = (low + best[0]) // 2
+        summary = with_count(middle)
+        if targets.missed(summary) is None:
+            best = middle, summary
+        else:
+            low = middle
+    return best

@@ -1,0 +1,112 @@
+"""Ways to schedule, side by side: this server's own, and those it is compared with.
+
+All share the core's queue, seats and blocks, so that a comparison differs in the scheme alone.
+
+    chairlift          as served: decoding rows first, prompts in chunks, the operator's policy and admission
+    request            batch fixed until its last member has ended; rows of the finished are dropped
+    request-padded     the same, and rows of the finished are computed on, as a dense batch must
+    orca-max           every iteration re-formed, whole prompts, room kept for the longest there may be
+    orca-pow2          the same, room kept for the output rounded up to a power of two
+    orca-oracle        the same, room kept for exactly the output to come, which nobody knows
+    prefill-first      blocks as needed; prompts that may enter come before all decoding (vLLM of 2023)
+    decode-first       blocks as needed; decoding rows first, prompts in chunks of what is left (Sarathi)
+
+Orca's three are of the PagedAttention paper (SOSP'23, section 6.1), which gave Orca's scheduling three ways
+to reserve. They reserve tokens here, not runs of neighbouring slots: what a buddy allocator would lose
+besides is left out, in Orca's favour.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from chairlift.lab.loop import Arrival
+from scheduler.batching import Batching
+from scheduler.core import SchedulerCore
+from scheduler.executor_state import ExecutorState
+from scheduler.policy import Admission, Limits
+from scheduler.rows import Rows
+from scheduler.sequence import Sequence
+
+WHOLE_PROMPTS = 1 << 30  # a token budget that cuts no prompt
+_CACHE_SECRET = b"laboratory"
+
+MaxTokens = Callable[[Arrival, int], int]
+"""What an arrival reserves, given the longest sequence there may be."""
+
+
+class PrefillFirstCore(SchedulerCore):
+    """While prompts wait for their first token, or may enter, nobody decodes.
+
+    One difference to vLLM of 2023: a prompt that the budget cuts is not put off but goes on in the next step.
+    """
+
+    def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
+        """No rows yet; returns those in the midst of their prompts."""
+        del rows
+        return [seq for seq in state.running.values() if seq.is_prefilling and _is_behind(seq)]
+
+    def _give_out(
+        self, state: ExecutorState, unfinished: list[Sequence], rows: Rows, *, may_enter: bool
+    ) -> None:
+        """Prompts; and decoding, when there was none."""
+        super()._give_out(state, unfinished, rows, may_enter=may_enter)
+        if not rows.rows:
+            super()._decode_rows(state, rows)
+
+
+def _is_behind(seq: Sequence) -> bool:
+    return seq.num_known_tokens > seq.num_computed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a core is made, and what clients' limits are taken to be."""
+
+    core: type[SchedulerCore] = SchedulerCore
+    batching: Batching = Batching.ITERATION
+    admission: Admission | None = None  # absent, the operator's
+    cuts_prompts: bool = True
+    max_tokens: MaxTokens | None = None
+
+    def make(self, limits: Limits) -> SchedulerCore:
+        """A core of these limits, as far as the scheme leaves them free."""
+        if self.admission is not None:
+            limits = replace(limits, admission=self.admission)
+        return self.core(limits, self.batching, cache_secret=_CACHE_SECRET)
+
+    def arrivals(self, load: Iterable[Arrival], max_len: int) -> Iterator[Arrival]:
+        """The load as this scheme sees it."""
+        if self.max_tokens is None:
+            yield from load
+            return
+        for arrival in load:
+            reserved = max(self.max_tokens(arrival, max_len), arrival.num_output_tokens)
+            yield replace(arrival, max_tokens=reserved)
+
+
+def _longest(arrival: Arrival, max_len: int) -> int:
+    return max(1, max_len - len(arrival.prompt_token_ids))
+
+
+def _power_of_two(arrival: Arrival, max_len: int) -> int:
+    return min(1 << (arrival.num_output_tokens - 1).bit_length(), _longest(arrival, max_len))
+
+
+def _exactly(arrival: Arrival, _: int) -> int:
+    return arrival.num_output_tokens
+
+
+def _orca(max_tokens: MaxTokens) -> Scheme:
+    return Scheme(admission=Admission.RESERVE, cuts_prompts=False, max_tokens=max_tokens)
+
+
+SCHEMES = {
+    "chairlift": Scheme(),
+    "request": Scheme(batching=Batching.REQUEST),
+    "request-padded": Scheme(batching=Batching.REQUEST_PADDED),
+    "orca-max": _orca(_longest),
+    "orca-pow2": _orca(_power_of_two),
+    "orca-oracle": _orca(_exactly),
+    "prefill-first": Scheme(core=PrefillFirstCore, admission=Admission.OPTIMISTIC),
+    "decode-first": Scheme(admission=Admission.OPTIMISTIC),
+}

@@ -1,0 +1,120 @@
+"""`chairlift simulate`: what schedulers do to a load, with the server's own core under logical time."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from chairlift.lab import pictures
+from chairlift.lab.loads import Load, LoadError
+from chairlift.lab.loop import Arrival
+from chairlift.lab.run import Summary, simulate
+from chairlift.lab.schemes import SCHEMES
+from chairlift.lab.setups import Choice, SetupError, add_flags, choice_of
+from chairlift.lab.step_times import StepTimesError
+
+_ADVANCE_EVERY = 64  # requests: a bar that moves more often costs more than it tells
+
+
+def main(argv: list[str]) -> int:
+    """Simulates each scheme asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="chairlift simulate",
+        description=__doc__.partition(": ")[2],
+        epilog="docs/lab.md shows a few runs; docs/papers.md what papers claim, and what comes out here.",
+    )
+    add_flags(parser, default_requests=1000)
+    parser.add_argument(
+        "--scheme",
+        action="append",
+        choices=list(SCHEMES),
+        help="who schedules; may be given several times; default chairlift",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draws batch and memory over time")
+    parser.add_argument("--quiet", action="store_true", help="no progress, no table")
+    options = parser.parse_args(argv)
+    try:
+        choice = choice_of(options)
+        if options.png is not None:
+            pictures.check()
+        schemes = list(dict.fromkeys(options.scheme or ["chairlift"]))
+        summaries, watched = _run(choice, schemes, quiet=options.quiet, watches=options.png is not None)
+        if options.json is not None:
+            text = json.dumps([summary.as_json() for summary in summaries], indent=2)
+            options.json.write_text(text + "\n")
+        if options.png is not None:
+            pictures.draw(watched, options.png)
+    except (LoadError, SetupError, StepTimesError, pictures.NoPicturesError, OSError) as error:
+        print(f"chairlift simulate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if not options.quiet:
+        Console().print(table(summaries))
+    return 0
+
+
+def _run(
+    choice: Choice, schemes: list[str], *, quiet: bool, watches: bool
+) -> tuple[list[Summary], dict[str, pictures.Watcher]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    summaries: list[Summary] = []
+    watched: dict[str, pictures.Watcher] = {}
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
+        for name in schemes:
+            task = progress.add_task(name, total=choice.load.num_requests)
+            watcher = watched[name] = pictures.Watcher()
+            arrivals = _counted(choice.load, progress, task)
+            on_step = watcher.note if watches else None
+            summaries.append(simulate(choice.setup, arrivals, name, on_step=on_step))
+    return summaries, watched
+
+
+def _counted(load: Load, progress: Progress, task: TaskID) -> Iterator[Arrival]:
+    for number, arrival in enumerate(load):
+        if number % _ADVANCE_EVERY == 0:
+            progress.update(task, completed=number)
+        yield arrival
+    progress.update(task, completed=load.num_requests)
+
+
+def table(summaries: list[Summary]) -> Table:
+    """A column for each run."""
+    result = Table(title=_title(summaries[0]), title_justify="left")
+    result.add_column("")
+    for item in summaries:
+        result.add_column(item.scheme, justify="right")
+    for head, cell in _CELLS.items():
+        result.add_row(head, *(cell(item) for item in summaries))
+    return result
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
+
+
+_CELLS: dict[str, Callable[[Summary], str]] = {
+    "output tokens/s": lambda item: f"{item.output_tokens_per_second:,.0f}",
+    "first token p50": lambda item: _seconds(item.first_token_p50),
+    "first token p99": lambda item: _seconds(item.first_token_p99),
+    "between tokens p50": lambda item: _seconds(item.between_tokens_p50),
+    "between tokens p99": lambda item: _seconds(item.between_tokens_p99),
+    "whole time by tokens p50": lambda item: _seconds(item.per_output_token_p50),
+    "rows of a step": lambda item: f"{item.mean_rows:.1f}",
+    "running, by time": lambda item: f"{item.mean_running:.1f}",
+    "preemptions": lambda item: f"{item.preemptions:,}",
+    "computed in vain": lambda item: f"{100 * item.recomputed_share:.1f} %",
+    "prompt tokens found": lambda item: f"{100 * item.prefix_hit_share:.1f} %",
+    "requests refused": lambda item: f"{item.refused:,}",
+}
+
+
+def _title(summary: Summary) -> str:
+    return f"{summary.requests:,} requests, {summary.output_tokens:,} output tokens"

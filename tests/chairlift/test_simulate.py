@@ -1,0 +1,141 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from chairlift import capacity, simulate
+from chairlift.lab import pictures
+
+SMALL = ["--preset", "opt-13b-a100-40", "--prompt", "uniform:10,50", "--output", "20", "--requests", "20"]
+
+
+def test_schemes_side_by_side_as_a_table_and_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    schemes = ["--scheme", "chairlift", "--scheme", "orca-max", "--max-seq-len", "2048"]
+    assert simulate.main([*SMALL, "--rate", "5", *schemes, "--json", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert "20 requests, 400 output tokens" in table
+    assert "orca-max" in table
+    assert "first token p99" in table
+    figures = json.loads(path.read_text())
+    assert [item["scheme"] for item in figures] == ["chairlift", "orca-max"]
+    assert all(item["output_tokens"] == 400 for item in figures)
+
+
+def test_the_same_seed_gives_the_same_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        path = tmp_path / "out.json"
+        args = [*SMALL, "--rate", "5", "--seed", str(seed), "--json", str(path), "--quiet"]
+        assert simulate.main(args) == 0
+        texts.append(path.read_text())
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+    assert not capsys.readouterr().out
+
+
+def test_one_token_each_has_nothing_between_tokens_and_json_knows_no_nan(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    args = ["--preset", "opt-13b-a100-40", "--prompt", "5", "--output", "1", "--requests", "2"]
+    assert simulate.main([*args, "--arrivals", "at-once", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())[0]["between_tokens_p50"] is None
+
+
+def test_a_trace_its_rhythm_and_prices_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, prices = tmp_path / "trace.jsonl", tmp_path / "prices.json"
+    row = {"prompt_tokens": 600, "output_tokens": 5, "hash_ids": [1, 2]}
+    trace.write_text("\n".join(json.dumps(row | {"arrival_s": at}) for at in range(3)))
+    prices.write_text('{"base_us": 1000, "per_token_us": 10}')
+    args = ["--trace", str(trace), "--step-times", str(prices), "--requests", "6"]
+    assert simulate.main(args) == 2
+    assert "--step-times says nothing of memory: --num-blocks is wanted" in capsys.readouterr().err
+    assert simulate.main([*args, "--num-blocks", "100", "--executors", "2"]) == 0
+    # The first computes all it has; the five after it find 37 blocks of 16 of their 600 tokens.
+    assert f"{100 * 5 * 592 / 3600:.1f} %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["--preset", "gpt5", "--prompt", "5", "--output", "5", "--rate", "1"], "no preset is named 'gpt5'"),
+        (["--preset", "opt-13b-a100-40", "--prompt", "5"], "either --trace or both --prompt and --output"),
+        ([*SMALL, "--rate", "0"], "the rate is 0 requests a second"),
+        ([*SMALL], "arrivals 'poisson' need a rate"),
+        ([*SMALL, "--rate", "1", "--max-num-seqs", "0"], "--max-num-seqs is 0: it must be at least 1"),
+        ([*SMALL, "--rate", "1", "--executors", "1000"], "--executors is 1000: at most 64"),
+        ([*SMALL, "--rate", "1", "--json", "/absent/out.json"], "/absent/out.json"),
+    ],
+)
+def test_bad_flags_are_refused_in_a_sentence(
+    args: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.main(args) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_malformed_trace_is_refused_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n-3,5,5\n")
+    assert simulate.main(["--preset", "opt-13b-a100-40", "--trace", str(trace)]) == 2
+    assert f"{trace}, line 3: arrival_s is '-3'" in capsys.readouterr().err
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.png"
+    schemes = ["--scheme", "chairlift", "--scheme", "request-padded"]
+    assert simulate.main([*SMALL, "--rate", "50", *schemes, "--png", str(path), "--quiet"]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_pictures_are_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(pictures.NoPicturesError):
+        pictures.check()
+    assert simulate.main([*SMALL, "--rate", "1", "--png", "out.png"]) == 2
+    assert "pip install 'chairlift[plot]'" in capsys.readouterr().err
+
+
+# --- capacity --------------------------------------------------------------------------------------------
+
+
+def test_the_highest_rate_within_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    assert capacity.main([*SMALL, "--first-token-p99", "0.05", "--json", str(path)]) == 0
+    told = capsys.readouterr()
+    found = json.loads(path.read_text())
+    assert f"chairlift takes {found['rate']:.3f} requests/s within the limits" in told.out
+    assert found["first_token_p99"] <= 0.05
+    assert found["rate"] < found["missed_at"] <= 1.02 * found["rate"]
+    assert "within the limits" in told.err
+
+
+def test_the_executors_that_a_rate_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    args = [*SMALL, "--rate", "500", "--max-num-seqs", "4", "--first-token-p99", "0.4"]
+    assert capacity.main(args) == 0
+    assert "500 requests/s need" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "complaint"),
+    [
+        ([*SMALL], 2, "no limit to keep: give one of --first-token-p50, --first-token-p99"),
+        ([*SMALL, "--first-token-p50", "0"], 2, "--first-token-p50 is 0: seconds above 0 are wanted"),
+        ([*SMALL, "--first-token-p50", "1", "--arrivals", "at-once"], 2, "at-once has no rate"),
+        ([*SMALL, "--first-token-p50", "1e-6"], 1, "not even"),
+        ([*SMALL, "--first-token-p50", "1", "--rate", "0"], 2, "the rate is 0"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(
+    args: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert capacity.main(args) == code
+    assert complaint in capsys.readouterr().err
