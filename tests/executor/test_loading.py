@@ -182,7 +182,10 @@ SUPPORTED = (
     ("changes", "expected"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, f"'GPT2LMHeadModel' is not supported; {SUPPORTED}"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, SUPPORTED),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            "text_config is None; it must be the shape of",
+        ),
         ({"architectures": None}, SUPPORTED),
         ({"architectures": 7}, SUPPORTED),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu, gelu_pytorch_tanh"),

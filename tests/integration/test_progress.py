@@ -83,7 +83,7 @@ async def test_b03_requests_of_one_token_give_their_seats_back(
 async def test_b04_with_a_full_cache_no_two_steps_in_a_row_are_empty(
     window: str, tiny_model_folder: Path
 ) -> None:
-    script = Script(num_blocks=12, step_seconds=0.001)
+    script = Script(num_blocks=12, step_seconds=0.01)  # all of them come before the first has ended
     flags = ("--window", window, "--watermark", "0", "--admission", "optimistic")
     with cluster.running(tiny_model_folder, script=script, scheduler_flags=flags) as running:
         # Three fill nine blocks and want three more in one step; the fourth does not fit beside them.

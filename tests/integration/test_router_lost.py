@@ -51,7 +51,8 @@ def read(call: Any, num_tokens: int) -> tuple[router_pb2.Accepted, list[list[int
 
 def test_b106_another_router_goes_on_with_the_live_sequences_of_a_killed_one(two_routers: Cluster) -> None:
     asked = request(prompt(20), max_tokens=150, n=2, temperature=1.0)
-    accepted, received = read(stub(two_routers, "router").Generate(asked, timeout=60), 5)
+    call = stub(two_routers, "router").Generate(asked, timeout=60)  # dropping it would cancel it
+    accepted, received = read(call, 5)
     two_routers.kill("router")
     try:
         asked.request_id = accepted.request_id
