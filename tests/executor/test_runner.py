@@ -270,6 +270,7 @@ def test_the_real_model_knows_the_capital_of_france(dtype: str, real_gguf: Path,
     assert real_tokenizer.decode(output[:-1]) == "The capital of France is Paris."
 
 
+@pytest.mark.soak  # the reference takes its time; ids of the real model are compared in tests/integration
 @pytest.mark.model
 def test_the_real_models_logits_equal_the_references_from_file_and_from_folder(
     real_gguf: Path, real_folder: Path, real_tokenizer: Any
