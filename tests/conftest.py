@@ -5,13 +5,15 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.rig import cluster, tiny_model
 from tests.rig.oracle import Oracle
 
 # A change is judged on the same examples each time; people and `make soak` draw new ones.
-settings.register_profile("ci", derandomize=True, print_blob=True)
+settings.register_profile(
+    "ci", derandomize=True, print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
