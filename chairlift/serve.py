@@ -164,8 +164,15 @@ def services(settings: ServeSettings, model: Path, folder: Path) -> list[Service
     for field, names in TAKEN_BY.items():
         if field in given:
             for name in names:
-                own[name] += ["--" + field.replace("_", "-"), str(given[field])]
+                own[name] += _flag(field.replace("_", "-"), given[field])
     return [Service(name, tuple(own[name])) for name in ALL]
+
+
+def _flag(name: str, value: object) -> list[str]:
+    """As the services' command lines have it."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", str(value)]
 
 
 def _metrics_ports(listen: str | None) -> list[str]:

@@ -15,6 +15,7 @@ from chairlift import ChairliftError, Client
 from chairlift.certs import write
 from chairlift.serve import ALL, TAKEN_BY, ServeSettings, services
 from rpc.settings import ServiceSettings, load
+from scheduler.config import SchedulerSettings
 
 
 @contextlib.contextmanager
@@ -125,6 +126,18 @@ def test_a_flag_goes_to_those_that_take_it_and_to_no_other(tmp_path: Path) -> No
     assert given("--model") == ["executor", "router"]
     assert given("--num-blocks") == []
     assert router.argv[router.argv.index("--model") + 1] == "m.gguf"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--late-plans", "--no-late-plans", "--prefix-caching", "--no-prefix-caching"]
+)
+def test_a_switch_is_handed_on_as_the_scheduler_reads_it(flag: str, tmp_path: Path) -> None:
+    settings = load(ServeSettings, ["--model", "m", flag], prog="chairlift serve")
+    _, scheduler, _ = services(settings, Path("m.gguf"), tmp_path)
+    assert flag in scheduler.argv
+    read = load(SchedulerSettings, list(scheduler.argv), prog="chairlift scheduler")
+    field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    assert getattr(read, field) is not flag.startswith("--no-")
 
 
 def test_metrics_take_three_ports_in_a_row_the_routers_first(tmp_path: Path) -> None:
