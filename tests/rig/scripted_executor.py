@@ -162,7 +162,8 @@ class ScriptedExecutor(ServiceProcess):
     def steps(self) -> list[dict[str, Any]]:
         """One entry for each step that ran so far: see `_LoggingWork`. Needs `log_path` in the script."""
         path = Path(self._script.log_path)
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        *lines, _ = path.read_text().split("\n") if path.exists() else [""]  # the last may not be whole yet
+        return [json.loads(line) for line in lines]
 
 
 @contextlib.contextmanager
