@@ -7,12 +7,12 @@ Medians of several steps, the widths alternating. The limits are measured in the
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench import machine_limit
 from executor import runner as runner_module
 from executor.attention.base import AttentionSpec
 from executor.attention.reference import ReferenceAttention
@@ -49,21 +49,6 @@ def rows(
     return batch.inputs, batch.sample_rows
 
 
-def limits() -> tuple[float, float]:
-    """GF/s of the best of five 2048³ bf16 products, GB/s of the best of five reads of a gigabyte."""
-    a = torch.randn(2048, 2048).bfloat16()
-    many = torch.zeros(1 << 28)
-    products, reads = [], []
-    for _ in range(5):
-        began = time.perf_counter()
-        a @ a
-        products.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        many.sum()
-        reads.append(time.perf_counter() - began)
-    return 2 * 2048**3 / min(products) / 1e9, (1 << 30) / min(reads) / 1e9
-
-
 def plain_operations(spec: AttentionSpec) -> PlainOperations:
     """What runs where there are no kernels."""
     return PlainOperations(ReferenceAttention(spec))
@@ -88,7 +73,10 @@ def main() -> None:
         options.model, dtype=options.dtype, device="cpu", num_blocks=3000, block_size=16, max_num_seqs=256
     )
     runner.warm_up()
-    print("limits: {:.0f} GF/s, {:.1f} GB/s".format(*limits()))
+    machine = machine_limit.measured(options.threads)
+    print(
+        f"limits: {machine.operations_per_second / 1e9:.0f} GF/s, {machine.bytes_per_second / 1e9:.1f} GB/s"
+    )
     widths = (1, 8, 16, 32, 64)
     steps = {f"decode of {width}": (width, rows(runner, width, 1, options.context)) for width in widths}
     for tokens in (64, 256, 512, 1024):

@@ -89,7 +89,7 @@ class Live:
     async def events(self) -> abc.AsyncGenerator[list[str]]:
         """Frames for one page, several at a time, each a JSON object. Close it when the page is gone."""
         looker = Looker()
-        looker.pending = [self._stats(), *(_encoded(ride.whole()) for ride in self._rides.values())]
+        looker.pending = [self._stats(), *self._everything()]
         looker.bell.set()
         self._lookers.add(looker)
         if not self._tasks:
