@@ -28,7 +28,6 @@ struct Operands {
     int segment_units;
     float* c;
     size_t c_stride;                  // floats from row to row
-    ptrdiff_t ahead = 0;              // units from a panel to the one to fetch meanwhile; none where 0
 };
 
 #ifdef __AVX512F__
@@ -118,9 +117,6 @@ static INLINE void tile_block(const Operands& it, int units_per_tile) {
     for (int segment = 0; segment < it.num_segments; segment++) {
         const uint32_t* b = it.segments[segment];
         for (int unit = 0; unit < it.segment_units; unit += units_per_tile) {
-            if (it.ahead)
-                for (int line = 0; line < 16 * PANELS; line++)
-                    _mm_prefetch(b + it.ahead + (line / 16) * it.second_panel + line % 16 * LANES, _MM_HINT_T1);
             _tile_loadd(6, b, b_bytes);
             _tile_loadd(4, upper_a, a_bytes);
             _tile_dpbf16ps(0, 4, 6);
