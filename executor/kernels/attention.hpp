@@ -143,7 +143,7 @@ static INLINE float softmax(const AttentionCall& it, float* scores, int first, i
 
 // Up to 32 query rows of one sequence and key-value head. Row i is a head of a token; both are counted on from
 // `first_query`, heads within tokens.
-template <class Type, bool TILES>
+template <class Type>
 struct QueryBlock {
     static constexpr int PER = PER_UNIT<Type>;
 
@@ -224,7 +224,7 @@ struct QueryBlock {
             by_keys.segments = &panel, by_keys.num_segments = 1, by_keys.segment_units = (int)row_units;
             by_keys.b_stride = LANES, by_keys.second_panel = is_pair ? key_panel(tile + 1, 1) - panel : 0;
             by_keys.c = room.scores.data() + tile * TILE, by_keys.c_stride = stride;
-            is_pair ? product<Type, 2, TILES>(by_keys, count) : product<Type, 1, TILES>(by_keys, count);
+            is_pair ? product<Type, 2>(by_keys, count) : product<Type, 1>(by_keys, count);
         }
     }
 
@@ -260,7 +260,7 @@ struct QueryBlock {
             by_values.b_stride = head_dim, by_values.second_panel = LANES;
             by_values.c = room.output.data() + column, by_values.c_stride = head_dim;
             bool is_pair = column + LANES < head_dim;
-            is_pair ? product<Type, 2, TILES>(by_values, count) : product<Type, 1, TILES>(by_values, count);
+            is_pair ? product<Type, 2>(by_values, count) : product<Type, 1>(by_values, count);
             for (int tile = 0; tile < num_tiles; tile++) room.tiles[tile] += 2 * LANES;
         }
     }
@@ -287,7 +287,7 @@ struct QueryBlock {
     }
 };
 
-template <class Type, bool TILES>
+template <class Type>
 static void attend(const AttentionCall& it) {
     static thread_local Room room;
     int num_blocks = it.first_block[it.num_rows];
@@ -300,7 +300,7 @@ static void attend(const AttentionCall& it) {
         int row = std::upper_bound(it.first_block, it.first_block + it.num_rows, block) - it.first_block - 1;
         int first_query = (block - it.first_block[row]) * MOST_ROWS;
         for (int head = first_head, last = first_head + heads - 1; head <= last; head++)
-            QueryBlock<Type, TILES>(it, room, row, head, first_query).attend(head == last);
+            QueryBlock<Type>(it, room, row, head, first_query).attend(head == last);
         release_tiles();
     });
 }
