@@ -50,8 +50,12 @@ class Decoder:
 
     def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Hidden:
         """Everything but the output head."""
+        step = self._operations.prepare(inputs)
+        normed = self._operations.repeat(step, kv_cache)
+        return Hidden(self._layers(step, kv_cache) if normed is None else normed, step)
+
+    def _layers(self, step: StepTensors, kv_cache: KVCache) -> Tensor:
         config, operations, weights = self._config, self._operations, self._weights
-        step = operations.prepare(inputs)
         # Each layer is followed by the norm that the next one, or the output head, reads.
         norms = [*(layer.attention_norm for layer in weights.layers), weights.final_norm]
         hidden = operations.embed(step, weights.embeddings, config.embedding_scale)
@@ -73,7 +77,7 @@ class Decoder:
             )
             update = operations.linear(operations.gated(normed, layer.gate_up, self._activation), layer.down)
             normed = operations.add_norm(hidden, update, norms[index + 1], update_norm=layer.mlp_update_norm)
-        return Hidden(normed, step)
+        return normed
 
     def head(self, hidden: Hidden, indices: Tensor | None = None) -> Tensor:
         """Float32 logits of the sampling rows, or of the tokens at `indices` (int64) into T.
