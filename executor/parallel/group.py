@@ -13,7 +13,7 @@ failure the group is over: nobody knows which message the others stand at.
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -191,11 +191,11 @@ class Group:
     def end(self) -> None:
         """Say so, where the group still is one."""
         self._ending.set()
-        with self._turn:
-            if self.rank == 0 and self._failure is None and self._words is not None:
-                with self._within("taking leave"):
-                    self._say(_END, b"")
-        if self._words is not None:
+        if self._words is None:
+            return
+        with suppress(RankLostError), self._turn, self._within("taking leave"):
+            if self.rank == 0:
+                self._say(_END, b"")
             dist.destroy_process_group()
 
     def _pulse(self, on_lost: Callable[[RankLostError], object]) -> None:
@@ -240,7 +240,7 @@ class Group:
         except Exception as error:
             self._failure = RankLostError(
                 f"the {self.size} ranks reach each other no longer: on rank {self.rank}, {doing} failed "
-                f"({type(error).__name__}: {error})"
+                f"({type(error).__name__}: {str(error).partition('. This is typically')[0]})"
             )
             raise self._failure from error
 
