@@ -143,10 +143,7 @@ class Group:
             return
         parts = torch.empty((self.size, *part.shape), dtype=part.dtype)
         dist.all_gather(list(parts), part.contiguous(), group=self._tensors)
-        total = parts[0].float()
-        for other in parts[1:]:
-            total += other
-        part.copy_(total)
+        part.copy_(total_of(parts))
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Sent in the widest part's width."""
@@ -243,6 +240,14 @@ class Group:
                 f"({type(error).__name__}: {str(error).partition('. This is typically')[0]})"
             )
             raise self._failure from error
+
+
+def total_of(parts: Tensor) -> Tensor:
+    """The float32 sum of the ranks' `parts` `[size, ...]`, in their order for each number alike."""
+    total = parts[0].float()
+    for other in parts[1:]:
+        total += other
+    return total
 
 
 def _bytes_tensor(message: bytes) -> Tensor:
