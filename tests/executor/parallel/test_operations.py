@@ -82,6 +82,7 @@ def test_a_gguf_files_quantised_columns_are_cut_like_the_numbers_they_stand_for(
     torch.testing.assert_close(shared_out(path, 4), alone, atol=1e-4, rtol=0)
 
 
+@pytest.mark.model
 @needs_real_model
 def test_smollm2_is_shared_out_over_three_ranks() -> None:
     alone = one_shot_logits(load(REAL_MODEL), TEXT)
