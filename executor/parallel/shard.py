@@ -1,4 +1,4 @@
-"""Which part of a model each rank holds. Pure: no process, no tensor's numbers.
+"""Which part of a model each rank holds. Knows no process, and reads no tensor before it is asked for.
 
 A shard is a checkpoint of a smaller model: fewer heads, a narrower MLP, a piece of the vocabulary, and the
 same hidden states. Everything that loads and computes a model works on it as it is.
