@@ -169,3 +169,16 @@ def test_heads_that_do_not_divide_are_one_sentence_and_no_rank_stays(tmp_path: P
     assert sentence.startswith(
         "chairlift executor: a model of 6 attention heads and 3 key-value heads cannot be shared out over 2 "
     )
+
+
+@pytest.mark.soak
+async def test_torchrun_may_start_the_ranks(model: Path, tmp_path: Path) -> None:
+    command = ["--standalone", "--nproc-per-node", "2", "-m", "executor", "--model", str(model)]
+    flags = ["--listen", f"unix:{tmp_path}/e.sock", "--dtype", "float32", "--num-blocks", "256"]
+    with service_process.running("torch.distributed.run", *command, *flags) as torchrun:
+        outcomes: list[Outcome] = []
+        assert await conformance.run(torchrun.address, outcomes.append, timeout_seconds=60) == 0
+        _, other = children_of(torchrun.pid)
+        os.kill(other, signal.SIGKILL)
+        assert await asyncio.to_thread(torchrun.wait, 60) != 0
+        assert not any(map(is_running, children_of(torchrun.pid)))
