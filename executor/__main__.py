@@ -54,11 +54,21 @@ def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "Mode
         raise StartError(str(error)) from error
 
 
+def group_of(config: ExecutorSettings, place: Place) -> "Group":
+    """The ranks as a group, still to be met. Raises StartError when there is no such device."""
+    from executor.model import ModelError
+    from executor.parallel.group import Group
+    from executor.runner import checked_device
+
+    try:
+        return Group(place, checked_device(config.device).type)
+    except ModelError as error:
+        raise StartError(str(error)) from error
+
+
 def follow_first_rank(config: ExecutorSettings, place: Place) -> None:
     """Load this rank's shard and make steps with it. Raises StartError or RankLostError."""
-    from executor.parallel.group import Group
-
-    ranks = Group(place, config.device)
+    ranks = group_of(config, place)
     # Not before the first rank has found that the model can be shared out: one refusal is enough.
     ranks.meet()
     load_runner(config, ranks).follow()
@@ -101,9 +111,7 @@ async def serve_first_rank(config: ExecutorSettings, place: Place) -> tuple[int,
             nonlocal group
             if place.size == 1:
                 return load_runner(config)
-            from executor.parallel.group import Group
-
-            group = Group(followers.place, config.device)
+            group = group_of(config, followers.place)
             runner = load_runner(config, group)
             group.begin_pulse(lambda lost: loop.call_soon_threadsafe(followers.lose, lost))
             return runner

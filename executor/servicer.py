@@ -366,6 +366,7 @@ async def serve(
         finally:
             for each in work:
                 each.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
 
     async def serve_runner() -> None:
         runner = await device.call(load)

@@ -5,6 +5,7 @@ while this one computes; this one ends when the first one says so, or is gone.
 """
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -24,16 +25,24 @@ def follow(place: Place, serve_steps: Callable[[], None]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if place.is_guarded:
-        threading.Thread(target=_end_with_first_rank, name="guard", daemon=True).start()
+        threading.Thread(target=_end_with_first_rank, args=(place,), name="guard", daemon=True).start()
     try:
         serve_steps()
     except (RankLostError, StartError) as error:
         _log.error("rank_ended", rank=place.rank, size=place.size, reason=str(error))
         return 1
+    except Exception:  # noqa: BLE001 - the end of a process: all of it is logged
+        _log.exception("rank_failed", rank=place.rank, size=place.size)
+        return 1
     return 0
 
 
-def _end_with_first_rank() -> None:
-    """Whatever the main thread does: it may wait for the others in a call that nothing interrupts."""
-    sys.stdin.buffer.read()
+def _end_with_first_rank(place: Place) -> None:
+    """Whatever the main thread does: it may wait for the others in a call that nothing interrupts.
+
+    A first rank that was killed has left the folder behind in which they met.
+    """
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    shutil.rmtree(place.meeting_folder, ignore_errors=True)
     os._exit(0)

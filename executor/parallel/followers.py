@@ -18,7 +18,7 @@ from typing import Final, NoReturn, Self
 import structlog
 
 from executor.parallel.errors import RankLostError
-from executor.parallel.place import Place, environment_of
+from executor.parallel.place import FILE_SCHEME, Place, environment_of
 
 FAREWELL_SECONDS: Final = 5.0
 """How long ranks that were told to end may take."""
@@ -37,13 +37,13 @@ class Followers:
         self._argv = argv
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._lost: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+        self._lost: asyncio.Future[RankLostError] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
         if not self.place.starts_others:
             return self
-        self._folder = tempfile.TemporaryDirectory(prefix="chairlift-ranks-")
-        self.place = replace(self.place, meeting=f"file://{self._folder.name}/meeting")
+        self._folder = tempfile.TemporaryDirectory(prefix="chairlift-ranks-", ignore_cleanup_errors=True)
+        self.place = replace(self.place, meeting=f"{FILE_SCHEME}{self._folder.name}/meeting")
         for rank in range(1, self.place.size):
             self._processes[rank] = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "executor", *self._argv),
@@ -60,7 +60,7 @@ class Followers:
     def lose(self, error: RankLostError) -> None:
         """Let `watch` raise `error`, which was found otherwise."""
         if not self._lost.done():
-            self._lost.set_exception(error)
+            self._lost.set_result(error)
 
     async def watch(self) -> NoReturn:
         """Raises RankLostError, which says how, when one of them ends. Returns never."""
@@ -70,11 +70,11 @@ class Followers:
         finally:
             for end in ends:
                 end.cancel()
-        raise ended.pop().exception() or RankLostError("a rank has ended")
+        raise ended.pop().result()
 
-    async def _end_of(self, rank: int) -> NoReturn:
+    async def _end_of(self, rank: int) -> RankLostError:
         await self._processes[rank].wait()
-        raise RankLostError(self._how_it_ended(rank))
+        return RankLostError(self._how_it_ended(rank))
 
     def _how_it_ended(self, rank: int) -> str:
         process = self._processes[rank]

@@ -31,7 +31,7 @@ from executor.operations.base import Operations
 from executor.parallel.errors import RankLostError
 from executor.parallel.messages import packed, unpacked
 from executor.parallel.operations import ParallelOperations
-from executor.parallel.place import Place
+from executor.parallel.place import FILE_SCHEME, Place
 from executor.parallel.shard import Shard
 
 PATIENCE: Final = timedelta(seconds=60)
@@ -77,7 +77,7 @@ class Group:
         """Connect all ranks to each other."""
         if self._words is not None:
             return
-        if self._place.meeting.startswith("file:"):
+        if self._place.meeting.startswith(FILE_SCHEME):
             # All on this machine: nothing of ours is to be reached from outside.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self._device == "cuda":

@@ -11,10 +11,12 @@ Three ways lead here:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from rpc.errors import StartError
 
+FILE_SCHEME: Final = "file://"
 MEETING: Final = "EXECUTOR_MEETING"
 """Variable of ranks that the first one started: where they meet."""
 
@@ -43,6 +45,11 @@ class Place:
     def starts_others(self) -> bool:
         """Whether this rank is to start the others."""
         return self.size > 1 and not self.meeting
+
+    @property
+    def meeting_folder(self) -> Path:
+        """Of the file at which ranks meet that the first one started."""
+        return Path(self.meeting.removeprefix(FILE_SCHEME)).parent
 
 
 def place_of(tensor_parallel: int | None, environ: Mapping[str, str]) -> Place:

@@ -18,7 +18,7 @@ from executor.sequences import Row, SamplingParams
 
 WIDTH = 48
 PLACES = (0, 5, 63)
-WIDTHS = (3, 4, 3, 4)
+WIDTHS = (3, 4, 3)
 
 
 def say(seen: object) -> None:

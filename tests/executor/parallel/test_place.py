@@ -1,5 +1,7 @@
 """Where a process stands among the ranks."""
 
+from pathlib import Path
+
 import pytest
 
 from executor.parallel.place import Place, environment_of, place_of
@@ -20,8 +22,9 @@ def test_the_flag_makes_a_first_rank_that_starts_the_others() -> None:
 
 
 def test_a_rank_that_the_first_one_started_meets_it_and_ends_with_it() -> None:
-    place = place_of(4, environment_of(2, 4, "file:///there"))
-    assert place == Place(2, 4, 2, 4, "file:///there", is_guarded=True)
+    place = place_of(4, environment_of(2, 4, "file:///there/meeting"))
+    assert place == Place(2, 4, 2, 4, "file:///there/meeting", is_guarded=True)
+    assert place.meeting_folder == Path("/there")
     assert not place.starts_others
 
 
