@@ -17,6 +17,8 @@ from tests.rig.client import Client, client_of
 from tests.rig.cluster import Cluster
 from tests.rig.quiet import check_quiet, wait_until_idle
 
+pytestmark = pytest.mark.timeout(300)  # up to seven processes import torch at once
+
 RANKS = {"alone": 1, "two": 2, "four": 4}
 NUM_TOKENS = 16
 FEW_BLOCKS = 10

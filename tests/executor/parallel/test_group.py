@@ -10,6 +10,8 @@ import pytest
 
 from tests.executor.parallel.group_rank import LENGTHS, WIDTHS
 
+pytestmark = pytest.mark.timeout(300)  # three processes import torch at once
+
 
 def ranks(size: int, folder: Path) -> list[Any]:
     """What each rank printed."""
