@@ -3,7 +3,7 @@
 import dataclasses
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.inputs import build_inputs
@@ -37,6 +37,7 @@ def rows(draw: st.DrawFn) -> list[Row]:
     return found
 
 
+@settings(deadline=None)
 @given(rows())
 def test_a_step_is_told_whole_but_for_what_only_the_first_rank_asks(step: list[Row]) -> None:
     told = build_inputs(step, BLOCK_SIZE).inputs

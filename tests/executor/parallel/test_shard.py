@@ -5,7 +5,7 @@ from dataclasses import replace
 import gguf
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.model import ModelError
@@ -41,6 +41,7 @@ def spans(config: ModelConfig, size: int, name: str) -> list[range]:
     return [range(each.start, each.stop) for each in found]
 
 
+@settings(deadline=None)
 @given(
     kv_heads=st.integers(1, 8),
     together=st.integers(1, 8),
