@@ -7,7 +7,8 @@ from functools import partial
 from executor.config import ExecutorSettings
 from executor.device import Runner
 from executor.servicer import serve
-from rpc import log, settings
+from executor.traces import StepTraces
+from rpc import log, settings, tracing
 from rpc.errors import StartError
 from rpc.server import main
 
@@ -52,14 +53,16 @@ async def run() -> int:
         nonlocal is_device_busy
         is_device_busy = True
 
-    code = await serve(
-        config,
-        partial(load_runner, config),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.token_budget,
-        max_window=config.window,
-        on_device_busy=leave_device,
-    )
+    with tracing.opened(config, "executor") as tracer:
+        code = await serve(
+            config,
+            partial(load_runner, config),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.token_budget,
+            max_window=config.window,
+            on_device_busy=leave_device,
+            traces=None if tracer is None else StepTraces(tracer, config.trace_steps),
+        )
     if is_device_busy:
         # Python would unwind the thread from inside of torch, which ends the process with an abort.
         sys.stdout.flush()

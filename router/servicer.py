@@ -96,6 +96,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             body_digest=wire.body_digest(request),
             refuse_unknown=partial(wire.refuse_unknown_fields, request),
             caller=caller,
+            trace=(_header(context, "traceparent"), _header(context, "tracestate")),
         )
         return self._intake.call([wire.generate_request(request)], arrival)
 
@@ -201,7 +202,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def _answering(self, context: Context) -> abc.AsyncIterator[Caller]:
         """Who asks. What the call fails with becomes its status; a defect INTERNAL and a line in the log."""
         try:
-            yield self._doorkeeper.caller(_authorization(context))
+            yield self._doorkeeper.caller(_header(context, "authorization"))
         except RequestError as error:
             _log.info("request_failed", code=error.code.name, field=error.field)
             await abort(context, error)
@@ -212,9 +213,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             )
 
 
-def _authorization(context: Context) -> str:
+def _header(context: Context, wanted: str) -> str:
     """The header of that name; empty when there is none."""
     for name, value in context.invocation_metadata() or ():
-        if name == "authorization":
+        if name == wanted:
             return value if isinstance(value, str) else value.decode(errors="replace")
     return ""

@@ -327,6 +327,7 @@ def _submit(message: session.Submit) -> scheduler_pb2.Submit:
         submit.cache_salt = body.cache_salt
         submit.body_digest = body.body_digest
         submit.accepted_before = body.accepted_before
+        submit.traceparent = body.traceparent
     return submit
 
 

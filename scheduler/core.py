@@ -17,6 +17,7 @@ at the door is `door`'s business, who enters the batch `entrance`'s, who must go
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from scheduler import door, draining, entrance, padding, placement, policy
 from scheduler.batching import Batching
@@ -74,6 +75,16 @@ class Counters:
     audits_failed: int = 0
 
 
+class Witness(Protocol):
+    """Who is told when a sequence comes and when it ends; what was between stands in its time line."""
+
+    def arrived(self, seq: Sequence) -> None:
+        """It was taken in; it may be told here what executors are told of its trace."""
+
+    def ended(self, seq: Sequence, now: float) -> None:
+        """It is over, and holds nothing any more."""
+
+
 class SchedulerCore:
     """Queue, policy and blocks of all executors of one scheduler."""
 
@@ -103,6 +114,8 @@ class SchedulerCore:
         self.inquiry = Inquiry()
         self._alone_since: float | None = None  # when the last executor was lost
         self.pace = Pace()
+        self.witness: Witness | None = None
+        """Who is told of sequences, if anybody is."""
         self._time_lines = TimeLines()
         self._timers = Timers()
         self._by_request: dict[tuple[str, str], dict[bytes, Sequence]] = {}  # by tenant and request id
@@ -147,6 +160,8 @@ class SchedulerCore:
         self.sequences[request.key] = seq
         self._by_request.setdefault((request.tenant, request.request_id), {})[request.key] = seq
         seq.time_line = TimeLine(request.arrival, now, self.clocks)
+        if self.witness is not None:
+            self.witness.arrived(seq)
         self.tenants.arrived(seq.tenant)
         self._wait(seq)
         finish = end_of_output(request, seq.output_token_ids(), self._eos_token_ids)
@@ -627,6 +642,7 @@ class SchedulerCore:
                 block_table[:],
                 sampling,
                 None if seq.is_padding else seq.prompt_logprobs_from,
+                "" if seq.is_padding else seq.traceparent,
             )
         )
 
@@ -924,6 +940,8 @@ class SchedulerCore:
             request = seq.request
             entries = seq.time_line.entries
             self._time_lines.keep(request.tenant, request.request_id, request.sample_index, entries)
+        if self.witness is not None and not seq.is_padding:
+            self.witness.ended(seq, self._now)
 
     def _end_running(self, state: ExecutorState, seq: Sequence, finish: Finish, event: Event) -> None:
         executor_knows = event in {Event.FINISH, Event.FAIL}

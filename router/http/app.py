@@ -147,6 +147,10 @@ class HttpApp:
             deadline=None if timeout_seconds is None else received_at + timeout_seconds,
             body_digest=await _off_loop(len(body), lambda: sha256(body).digest()),
             caller=exchange.caller,
+            trace=(
+                exchange.request.headers.get("traceparent", ""),
+                exchange.request.headers.get("tracestate", ""),
+            ),
         )
         work = self._answer(exchange, asked, shape, arrival)
         await exchange.while_wanted(work, timeout_seconds=timeout_seconds, cut=self._cut)
