@@ -150,12 +150,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
-        """Asks every scheduler until one knows the request, on behalf of its owner."""
+        """Asks every scheduler until one knows the request, on behalf of its owner or of an admin."""
         async with self._answering(context) as caller:
             validation.check_request_id(request.request_id)
-            keys.check_no_tenant(request.tenant)
+            tenant = keys.asked_of(caller, request.tenant)
             wire.refuse_unknown_fields(request)
-            owned = router_pb2.ExplainRequest(request_id=request.request_id, tenant=caller.tenant)
+            owned = router_pb2.ExplainRequest(request_id=request.request_id, tenant=tenant)
             return await self._schedulers.first_answer(lambda scheduler: scheduler.explain(owned))
 
     async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
@@ -196,6 +196,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 num_requests=self._intake.num_live,
                 model=self._intake.model.name,
                 schedulers=schedulers,
+                time_to_first_token=wire.histogram(self._intake.latencies.time_to_first_token),
+                inter_token=wire.histogram(self._intake.latencies.inter_token),
             )
 
     @contextlib.asynccontextmanager

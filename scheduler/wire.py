@@ -269,6 +269,7 @@ def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> ro
                 entered=seq_id in entered,
                 prefill=num_samples == 0,
                 padding=seq.is_padding,
+                tenant=seq.request.tenant,
             )
             for seq, seq_id, count, num_samples in zip(
                 plan.rows, plan.seq_ids, plan.num_tokens, plan.num_samples, strict=True

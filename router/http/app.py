@@ -241,8 +241,9 @@ class HttpApp:
             await exchange.while_wanted(_frames(live, exchange), timeout_seconds=None, cut=self._cut)
 
         async def tell_story(exchange: Exchange) -> None:
-            request_id = exchange.request.path_params["request_id"]
-            await exchange.answer(await live.story(request_id, exchange.caller.tenant))
+            request = exchange.request
+            tenant = keys.asked_of(exchange.caller, request.query_params.get("tenant", ""))
+            await exchange.answer(await live.story(request.path_params["request_id"], tenant))
 
         return [
             Route("/live", self._keyed(watch), methods=["GET"]),

@@ -47,7 +47,7 @@ await page.waitForFunction(() => /tokens in|stopped/.test(document.getElementByI
 await page.waitForFunction((id) => !document.querySelector(`tr[data-request="${id}"]`), requestId);
 await page.evaluate(readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8"));
 const axe = await page.evaluate(() => window.axe.run());
-await page.evaluate((id) => import("/page/story.js").then((story) => story.openStory(id)), requestId);
+await page.evaluate((id) => import("/page/story.js").then((story) => story.openStory({ requestId: id })), requestId);
 await page.locator("#story-line li").first().waitFor();
 const story = await page.locator("#story-line li b").allTextContents();
 await page.keyboard.press("Escape");

@@ -11,8 +11,8 @@ const NUM_COLOURS = 36;
 const markOf = (reason) => reason === "STOP" || reason === "LENGTH" ? FINISHED : reason === "PREEMPTED" ? PREEMPTED : CANCELLED;
 
 export class Rider {
-  constructor(seqId, requestId, index, isPadding, seat, colour) {
-    Object.assign(this, { seqId, requestId, index, isPadding, seat, colour, steps: 0, now: "", isGone: false });
+  constructor(seqId, requestId, index, isPadding, tenant, seat, colour) {
+    Object.assign(this, { seqId, requestId, index, isPadding, tenant, seat, colour, steps: 0, now: "", isGone: false });
   }
   get name() { return this.index ? `${this.requestId} · ${this.index}` : this.requestId; }
 }
@@ -59,10 +59,10 @@ export class Lift {
     return column;
   }
 
-  enter([seqId, requestId, index, isPadding]) {
+  enter([seqId, requestId, index, isPadding, tenant = ""]) {
     let seat = this.seats.indexOf(null);
     if (seat < 0) { seat = this.seats.length; this.seats.push(null); this.isStale = true; }
-    const rider = new Rider(seqId, requestId, index, Boolean(isPadding), seat, this.nextColour);
+    const rider = new Rider(seqId, requestId, index, Boolean(isPadding), tenant, seat, this.nextColour);
     this.nextColour = (this.nextColour + 1) % NUM_COLOURS;
     this.seats[seat] = rider;
     this.riders.set(seqId, rider);

@@ -89,12 +89,12 @@ function addLift(executor) {
     const found = under(event);
     tip.hidden = !found;
     if (!found) return;
-    tip.textContent = `${found.rider.name}, step ${found.step}`;
+    tip.textContent = `${found.rider.name}${found.rider.tenant && `, of ${found.rider.tenant}`}, step ${found.step}`;
     const x = Math.min(event.offsetX + 14, canvas.clientWidth - tip.offsetWidth - 4);
     tip.style.transform = `translate(${Math.max(0, x)}px, ${Math.max(0, event.offsetY - 30)}px)`;
   });
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
-  canvas.addEventListener("click", (event) => { const found = under(event); if (found) openStory(found.rider.requestId); });
+  canvas.addEventListener("click", (event) => { const found = under(event); if (found) openStory(found.rider); });
   lifts.set(executor, shown);
   return shown;
 }
@@ -147,9 +147,9 @@ function showTable() {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = rider.name.length > 24 ? `${rider.name.slice(0, 23)}…` : rider.name;
-      button.title = `The story of ${rider.requestId}`;
+      button.title = `The story of ${rider.requestId}${rider.tenant && `, of ${rider.tenant}`}`;
       button.style.setProperty("--rider", lift.look?.colours[rider.colour] ?? "currentColor");
-      button.addEventListener("click", () => openStory(rider.requestId));
+      button.addEventListener("click", () => openStory(rider));
       row.cells[0].append(button);
     }
     row.querySelector("button").classList.toggle("mine", myRequests.has(rider.requestId));
