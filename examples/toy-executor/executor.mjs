@@ -68,7 +68,7 @@ function run(plan) {
     const isBad = tokens.some((token) => token >= CAPACITY.vocab_size); // one row's error, not the epoch's
     if (isBad) result.errors.push({ seq_id: id, message: "a token id is outside the vocabulary", status_code: INVALID_ARGUMENT });
     used.add(id);
-    sequences.set(id, { tokens, computed, prompt, sampling, ends, blocks: block_ids.length, ended: isBad ? plan.step_id : Infinity });
+    sequences.set(id, { tokens: [...tokens], computed, prompt, sampling, ends, blocks: block_ids.length, ended: isBad ? plan.step_id : Infinity });
   }
   const blocks = [...plan.new_block_ids, ...plan.admitted.flatMap((one) => one.block_ids)], rows = new Set(plan.seq_ids);
   demand(blocks.every((block) => block < CAPACITY.num_blocks), "no such block");
