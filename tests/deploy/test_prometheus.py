@@ -60,7 +60,8 @@ def running(tiny_model_folder: Path) -> Iterator[tuple[Cluster, dict[str, str]]]
 @promtool
 def test_the_rules_are_valid_and_do_what_they_say() -> None:
     tool("check", "rules", str(RULES))
-    tool("check", "config", str(DEPLOY / "prometheus" / "prometheus.yaml"))
+    for config in ("prometheus.yaml", "compose.yaml"):
+        tool("check", "config", str(DEPLOY / "prometheus" / config))
     tool("test", "rules", str(DEPLOY / "prometheus" / "alerts_test.yaml"))
 
 

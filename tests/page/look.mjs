@@ -40,9 +40,10 @@ if (seconds) {
       else done(1000 * frames / (now - began));
     });
   }), Number(seconds));
-  await page.click("#stop");
 }
+await page.waitForFunction(() => document.querySelectorAll("#itl .line").length > 0);
 await page.screenshot({ path: `${folder}/${colorScheme}.png` });
+if (seconds) await page.click("#stop");
 await page.waitForFunction(() => /tokens in|stopped/.test(document.getElementById("ride-state").textContent));
 await page.waitForFunction((id) => !document.querySelector(`tr[data-request="${id}"]`), requestId);
 await page.evaluate(readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8"));
