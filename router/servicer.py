@@ -21,7 +21,7 @@ from router.key_file import Doorkeeper
 from router.keys import Caller
 from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool
-from router.stall import STALL_SECONDS, StallGuard
+from router.stall import STALL_SECONDS, StalledError, StallGuard
 from rpc.errors import RequestError, abort, invalid
 from rpc.version import version
 
@@ -205,6 +205,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         """Who asks. What the call fails with becomes its status; a defect INTERNAL and a line in the log."""
         try:
             yield self._doorkeeper.caller(_header(context, "authorization"))
+        except StalledError as error:
+            _log.info("client_stalled", reason=error.message)
+            await abort(context, error)
         except RequestError as error:
             _log.info("request_failed", code=error.code.name, field=error.field)
             await abort(context, error)
