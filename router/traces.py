@@ -57,12 +57,11 @@ class CallTrace:
 
     def not_begun(self, outcome: Outcome, error: BaseException, now: float) -> None:
         """The call ended before any of its requests was begun."""
-        why = {}
+        told, why = {"chairlift.outcome": outcome.value}, outcome.value
         if isinstance(error, RequestError):
-            why = {"rpc.grpc.status": error.code.name, "chairlift.field": error.field or ""}
+            told["chairlift.field"], why = error.field or "", error.code.name
         for span in self._spans.values():
-            is_well = outcome in _WELL
-            span.end(now, {"chairlift.outcome": outcome.value, **why}, error="" if is_well else outcome.value)
+            span.end(now, told, error="" if outcome in _WELL else why)
 
     def left(self, log: RequestLog, now: float) -> None:
         """A request's call is over."""

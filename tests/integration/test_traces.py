@@ -152,7 +152,7 @@ def test_a_refused_request_and_one_that_was_given_up(running: Cluster, collector
     (refused,) = collector.wait_for(lambda span: span.trace == trace)
     assert refused.is_error
     assert refused.attributes["chairlift.outcome"] == "refused"
-    assert refused.attributes["rpc.grpc.status"] == "INVALID_ARGUMENT"
+    assert refused.attributes["error.type"] == "INVALID_ARGUMENT"
     assert refused.attributes["chairlift.field"] == "sampling.max_tokens"
     trace, _, header = fresh_trace()
     stream = running.router.Generate(sized(7, 400), metadata=(("traceparent", header),))

@@ -47,8 +47,8 @@ def test_each_request_of_a_call_has_a_span_in_the_words_of_the_conventions() -> 
 @pytest.mark.parametrize(
     ("error", "outcome", "why"),
     [
-        (invalid("stop", "it is 'my secret'"), Outcome.REFUSED, "refused"),
-        (RequestError(grpc.StatusCode.UNAVAILABLE, "no"), Outcome.REFUSED, "refused"),
+        (invalid("stop", "it is 'my secret'"), Outcome.REFUSED, "INVALID_ARGUMENT"),
+        (RequestError(grpc.StatusCode.UNAVAILABLE, "no"), Outcome.REFUSED, "UNAVAILABLE"),
         (asyncio.CancelledError(), Outcome.CANCELLED, None),
         (ZeroDivisionError(), Outcome.FAILED, "failed"),
     ],
