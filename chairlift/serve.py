@@ -101,6 +101,13 @@ class ServeSettings(Settings):
         description="Where to serve Prometheus metrics, HOST:PORT: the router's there, the scheduler's and "
         "the executor's at the next two ports.",
     )
+    traces: str | None = Field(
+        default=None,
+        description="Collector to send traces to (OpenTelemetry, OTLP over gRPC): HOST:PORT or https://HOST:PORT.",
+    )
+    trace_steps: int | None = Field(
+        default=None, description="With --traces, every how many steps one gets a span; 0: none."
+    )
     grace_seconds: float = Field(
         default=30.0, ge=0, description="How long running requests may go on after SIGTERM."
     )
@@ -143,6 +150,8 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "default_max_tokens": ("router",),
     "recovery_timeout": ("router",),
     "client_stall_seconds": ("router",),
+    "traces": ALL,
+    "trace_steps": ("executor",),
     "grace_seconds": ALL,
     "max_message_bytes": ALL,
     "log_format": ALL,

@@ -20,12 +20,13 @@ from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer
 from router.validation import Defaults
-from rpc import log
+from rpc import log, tracing
 from rpc.errors import StartError
 from rpc.health import Health
 from rpc.server import main, serve
 from rpc.settings import load
 from rpc.tls import Tls
+from rpc.tracing import Tracer
 
 if TYPE_CHECKING:  # its libraries are an extra
     from router.http.server import HttpDoor
@@ -39,6 +40,11 @@ async def run_router() -> int:
     """Serves until told to stop; returns the exit code. Raises StartError when it cannot start."""
     settings = load(RouterSettings, sys.argv[1:], prog="chairlift router")
     log.configure("router", fmt=settings.log_format, level=settings.log_level)
+    with tracing.opened(settings, "router") as tracer:
+        return await _serve(settings, tracer)
+
+
+async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
     certificates = settings.tls()
     doorkeeper = Doorkeeper(settings.tenants)
     try:
@@ -77,6 +83,7 @@ async def run_router() -> int:
         ),
         schedulers=schedulers,
         tokens=_resume_tokens(settings.cluster_secret_file),
+        tracer=tracer,
     )
     servicer = RouterServicer(
         intake=intake,

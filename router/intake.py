@@ -37,10 +37,12 @@ from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool, placing_name
 from router.scheduler_session import Welcome
 from router.stop_strings import StopStrings
-from router.tally import Tally
+from router.tally import Tally, outcome_of_error
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
+from router.traces import CallTrace
 from rpc.errors import RequestError, invalid
+from rpc.tracing import Tracer
 
 # Texts up to this long are tokenized at once (well under a millisecond); longer ones in a thread.
 _INLINE_CHARACTERS: Final = 2048
@@ -75,6 +77,8 @@ class Arrival:
     body_digest: bytes
     refuse_unknown: abc.Callable[[], None] = lambda: None
     caller: Caller = ANYBODY
+    trace: tuple[str, str] = ("", "")
+    """The `traceparent` and `tracestate` that came with it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -98,12 +102,18 @@ class Intake:
     """The requests under way in this router, and the way in."""
 
     def __init__(
-        self, *, model: ServedModel, schedulers: SchedulerPool, tokens: ResumeTokens | None = None
+        self,
+        *,
+        model: ServedModel,
+        schedulers: SchedulerPool,
+        tokens: ResumeTokens | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """Without `tokens`, those of this router can be verified by nobody else."""
         self.model = model
         self.latencies = Latencies()
         self.tally = Tally()
+        self._tracer = tracer
         self._schedulers = schedulers
         self._tokens = tokens or ResumeTokens(secrets.token_bytes(32))
         self._holders: dict[Name, _Holder] = {}
@@ -150,13 +160,23 @@ class Intake:
         """
         is_begun = False
         self.tally.num_received += len(requests)
+        trace = CallTrace(
+            self._tracer,
+            requests,
+            model=self.model.name,
+            received_at=arrival.received_at,
+            parent=arrival.trace,
+        )
         try:
             tenant, named = arrival.caller.tenant, _named(requests)
             with (
                 structlog.contextvars.bound_contextvars(request_id=named[0].request_id),
                 self._held([(tenant, asked.request_id) for asked in named if asked.resume is None]),
             ):
-                begun = [await self._begun(asked, arrival) for asked in named]
+                begun = [
+                    await self._begun(asked, arrival, traceparent)
+                    for asked, traceparent in zip(named, trace.traceparents, strict=True)
+                ]
                 validation.check_prompt_logprobs(sum(one.log.num_prompt_numbers for one in begun))
                 call = Call(tuple(one.log for one in begun))
                 try:
@@ -171,9 +191,13 @@ class Intake:
                         self._release(log, End(reason), now)
                         if is_begun:
                             self.tally.left(log, now)
+                            trace.left(log, now)
         except BaseException as error:
             if not is_begun:
-                self.tally.not_begun(len(requests), error, is_late=_is_late(arrival, time.monotonic()))
+                now = time.monotonic()
+                is_late = _is_late(arrival, now)
+                self.tally.not_begun(len(requests), error, is_late=is_late)
+                trace.not_begun(outcome_of_error(error, is_late=is_late), error, now)
             raise
 
     @contextlib.contextmanager
@@ -196,7 +220,7 @@ class Intake:
             if not self._num_calls:
                 self._idle.set()
 
-    async def _begun(self, asked: validation.GenerateRequest, arrival: Arrival) -> _Begun:
+    async def _begun(self, asked: validation.GenerateRequest, arrival: Arrival, traceparent: str) -> _Begun:
         """A request's log, and where it goes. Raises RequestError when it is not right in every respect."""
         tenant = arrival.caller.tenant
         self._schedulers.check_serving()
@@ -237,6 +261,7 @@ class Intake:
             received_at=arrival.received_at,
             latencies=self.latencies,
             resume_token=asked.resume.resume_token if asked.resume else self._token(asked, arrival),
+            traceparent=traceparent,
         )
         if asked.resume is not None and age_seconds is not None:
             received = checked_received(

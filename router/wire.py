@@ -27,6 +27,7 @@ from router.request_log import (
 from router.resume import Resume
 from router.validation import Conversation, Defaults, GenerateRequest, SamplingRequest
 from rpc.errors import invalid
+from rpc.histogram import Histogram
 
 # --- from clients -----------------------------------------------------------------------------------
 
@@ -327,6 +328,7 @@ def _submit(message: session.Submit) -> scheduler_pb2.Submit:
         submit.cache_salt = body.cache_salt
         submit.body_digest = body.body_digest
         submit.accepted_before = body.accepted_before
+        submit.traceparent = body.traceparent
     return submit
 
 
@@ -396,6 +398,7 @@ def step(summary: router_pb2.StepSummary) -> ride.Step:
                 member.num_tokens,
                 member.prefill,
                 member.padding,
+                member.tenant,
             )
             for member in summary.members
         ),
@@ -415,6 +418,11 @@ def step(summary: router_pb2.StepSummary) -> ride.Step:
             "idle_us": summary.previous_idle_us,
         },
     )
+
+
+def histogram(observed: Histogram) -> router_pb2.Histogram:
+    """What was counted so far."""
+    return router_pb2.Histogram(bounds=observed.bounds, counts=observed.counts)
 
 
 def time_line(response: router_pb2.ExplainResponse) -> dict[str, object]:

@@ -147,6 +147,10 @@ class HttpApp:
             deadline=None if timeout_seconds is None else received_at + timeout_seconds,
             body_digest=await _off_loop(len(body), lambda: sha256(body).digest()),
             caller=exchange.caller,
+            trace=(
+                exchange.request.headers.get("traceparent", ""),
+                exchange.request.headers.get("tracestate", ""),
+            ),
         )
         work = self._answer(exchange, asked, shape, arrival)
         await exchange.while_wanted(work, timeout_seconds=timeout_seconds, cut=self._cut)
@@ -237,8 +241,9 @@ class HttpApp:
             await exchange.while_wanted(_frames(live, exchange), timeout_seconds=None, cut=self._cut)
 
         async def tell_story(exchange: Exchange) -> None:
-            request_id = exchange.request.path_params["request_id"]
-            await exchange.answer(await live.story(request_id, exchange.caller.tenant))
+            request = exchange.request
+            tenant = keys.asked_of(exchange.caller, request.query_params.get("tenant", ""))
+            await exchange.answer(await live.story(request.path_params["request_id"], tenant))
 
         return [
             Route("/live", self._keyed(watch), methods=["GET"]),
