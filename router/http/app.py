@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router import keys
 from router.http import asked as bodies
-from router.http import errors, page
+from router.http import description, errors, page
 from router.http.answers import Answer
 from router.http.asked import Asked
 from router.http.errors import HttpError
@@ -90,6 +90,7 @@ class HttpApp:
                 Route("/detokenize", self._keyed(self._detokenize), methods=["POST"]),
                 Route("/health", _Endpoint(self._ready), methods=["GET"]),
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
+                Route(description.PATH, _Endpoint(_describe), methods=["GET"]),
                 *([] if live is None else self._page_routes(live)),
             ],
             middleware=[
@@ -251,6 +252,10 @@ class HttpApp:
         if refusal is not None:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
         await exchange.answer({"status": "ok"})
+
+
+async def _describe(exchange: Exchange) -> None:
+    await exchange.answer(description.described())
 
 
 async def _read(body: bytes, read: abc.Callable[[Fields], _T]) -> _T:
