@@ -100,7 +100,7 @@ async def run_router() -> int:
             ],
         )
     finally:
-        intake.close()
+        await intake.close()
 
 
 def _resume_tokens(secret_file: Path | None) -> ResumeTokens | None:

@@ -132,9 +132,9 @@ class Intake:
         """Returns when no request is left."""
         await self._idle.wait()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Gives the tokenizer's threads back, and the processes that try constraints."""
-        self._constraint_checks.close()
+        await self._constraint_checks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- generation ---------------------------------------------------------------------------------
