@@ -73,7 +73,10 @@ async def run_router() -> int:
         model=ServedModel(
             name=settings.model_name or files.name,
             tokenizer=tokenizer,
-            defaults=_defaults(files.generation_defaults, settings.default_max_tokens),
+            defaults=_defaults(
+                files.generation_defaults if settings.generation_config == "model" else GenerationDefaults(),
+                settings.default_max_tokens,
+            ),
         ),
         schedulers=schedulers,
         tokens=_resume_tokens(settings.cluster_secret_file),
@@ -171,6 +174,9 @@ def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:
         top_p=plain.top_p if model.top_p is None else model.top_p,
         top_k=plain.top_k if model.top_k is None else model.top_k,
         min_p=plain.min_p if model.min_p is None else model.min_p,
+        repetition_penalty=(
+            plain.repetition_penalty if model.repetition_penalty is None else model.repetition_penalty
+        ),
         max_tokens=model.max_tokens if max_tokens is None else max_tokens,
     )
 

@@ -261,6 +261,9 @@ def defaults(values: Defaults) -> common_pb2.SamplingParams:
         top_p=values.top_p,
         top_k=values.top_k,
         min_p=values.min_p,
+        repetition_penalty=values.repetition_penalty,
+        presence_penalty=0,
+        frequency_penalty=0,
         max_tokens=values.max_tokens,
         min_tokens=0,
     )

@@ -264,12 +264,12 @@ async def test_b103_while_a_long_prompt_is_tokenized_others_are_served(
     begun, may_end = threading.Event(), threading.Event()
     encode = Tokenizer.encode
 
-    def slow(self: Tokenizer, text: str) -> Sequence[int]:
+    def slow(self: Tokenizer, text: str, *, at_most: int | None = None) -> Sequence[int]:
         if len(text) > 100_000:
             begun.set()
             assert may_end.wait(60)
             return [97]
-        return encode(self, text)
+        return encode(self, text, at_most=at_most)
 
     async with doors(serve, ScriptedScheduler(script=letters("ok"))) as (four, rig):
         monkeypatch.setattr(Tokenizer, "encode", slow)
