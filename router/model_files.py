@@ -28,7 +28,7 @@ class GenerationDefaults:
 
     From generation_config.json: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, and
     `max_new_tokens` as `max_tokens`; a GGUF's `general.sampling.*` where there is no such file. As in vLLM, a
-    value that stands there counts, whatever `do_sample` says: that switch is about transformers' own `generate`.
+    value that stands there counts, whatever `do_sample` says: that is about transformers' own `generate`.
     """
 
     temperature: float | None = None
