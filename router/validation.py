@@ -25,6 +25,8 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGPROBS: Final = 20
+# Of one text. What copies it holds up everybody for milliseconds.
+MAX_TEXT_CHARACTERS: Final = 8 * 1024 * 1024
 # Tokenize and Detokenize: what a thread makes of them at once holds up the others for milliseconds.
 MAX_TOKENIZED: Final = 262_144
 # Numbers of one call's answer that speak of prompts: two megabytes of them at most.
@@ -265,6 +267,7 @@ def checked_prompt(
         case str():
             if not prompt:
                 raise invalid("text", "text is empty; a prompt has at least one character")
+            _check_text("text", "text", prompt)
             return prompt
         case Conversation():
             return _checked_chat(prompt)
@@ -533,6 +536,7 @@ def _checked_message(turn: Turn, position: int) -> ChatMessage:
     for number, call in enumerate(turn.tool_calls):
         if not call.name:
             raise invalid("chat.messages", f"{path}.tool_calls[{number}].name is missing")
+    _check_text("chat.messages", f"{path}.content", turn.content)
     return ChatMessage(
         role=turn.role,
         content=turn.content,
@@ -540,6 +544,11 @@ def _checked_message(turn: Turn, position: int) -> ChatMessage:
         tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
         tool_call_id=turn.tool_call_id,
     )
+
+
+def _check_text(field: str, where: str, text: str) -> None:
+    if len(text) > MAX_TEXT_CHARACTERS:
+        raise invalid(field, f"{where} has {len(text)} characters; at most {MAX_TEXT_CHARACTERS} are allowed")
 
 
 def _in_range(field: str, value: float | None, low: int, high: int) -> None:

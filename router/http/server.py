@@ -101,6 +101,7 @@ class HttpDoor:
         self._app.cut()
         self._server.should_exit = True
         await asyncio.wait([self._serving])
+        await self._app.stop()
         self._serving.result()
 
 

@@ -155,6 +155,16 @@ async def test_b76_b94_a_full_queue_is_told_before_any_event(serve: Serve, door:
         assert await call == Refused("RESOURCE_EXHAUSTED")
 
 
+async def test_b81_a_prompt_of_many_ids_is_answered_at_every_door(serve: Serve) -> None:
+    roomy = ScriptedScheduler(script=letters("ok"), max_total_tokens=300_000)
+    async with doors(serve, roomy) as (four, _):
+        answer = await four.ask_all(prompt=[97, 98] * 100_000)
+        assert isinstance(answer, Answered)
+        assert (answer.only.text, answer.num_prompt_tokens) == ("ok", 200_000)
+        assert await four.ask_all(prompt=[97] * 300_000) == Refused("INVALID_ARGUMENT", "prompt")
+        assert isinstance(await four.ask_all(prompt="still there"), Answered)
+
+
 @ANY_DOOR
 async def test_b83_a_deadline_ends_what_runs_and_is_told(serve: Serve, door: str) -> None:
     async with doors(serve, ScriptedScheduler()) as (four, rig):
