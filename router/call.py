@@ -122,8 +122,11 @@ class Call:
             await self._bell.wait()
 
     def _first_failure(self) -> RequestError | None:
-        ends = (choice.end for log in self.logs for choice in log.choices if choice.end is not None)
-        return next((failed for end in ends if (failed := failure(end)) is not None), None)
+        for log in self.logs:
+            for choice in log.choices:
+                if choice.end is not None and (failed := failure(choice.end)) is not None:
+                    return failed
+        return None
 
 
 def failure(end: End) -> RequestError | None:
