@@ -6,7 +6,7 @@ The same for every door; each puts the news into its own words. It must not know
 import asyncio
 from collections import abc
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import grpc
 
@@ -23,8 +23,7 @@ class PromptSeen:
     log: RequestLog
 
 
-@dataclass(frozen=True, slots=True)
-class Grown:
+class Grown(NamedTuple):
     """More of one choice."""
 
     log: RequestLog
