@@ -20,7 +20,7 @@ from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer
 from router.validation import Defaults
-from rpc import log
+from rpc import collector, log
 from rpc.errors import StartError
 from rpc.health import Health
 from rpc.server import main, serve
@@ -89,6 +89,7 @@ async def run_router() -> int:
         doorkeeper=doorkeeper,
     )
     http_door = _http_door(intake, schedulers, settings, doorkeeper, certificates) if settings.http else None
+    collector.settle()
     try:
         return await serve(
             settings,
