@@ -88,7 +88,7 @@ def _body(fields: abc.Mapping[str, Schema], *, required: abc.Sequence[str] = ())
         name: schema if name in required or schema is _NULL else _or_null(schema)
         for name, schema in fields.items()
     }
-    return _object(properties, required=required)
+    return _object(properties, required=required) | {"additionalProperties": _NULL}
 
 
 def _either(body: Schema, *cases: abc.Mapping[str, Schema]) -> Schema:

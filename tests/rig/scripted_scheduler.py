@@ -194,7 +194,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             new = token_ids[position : position + self.tokens_a_step]
             is_last = position + len(new) == len(token_ids)
             with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):
-                await self.give(submit, new, finish=ending if is_last else None)
+                rows = _logprobs(submit, new)
+                await self.give(submit, new, finish=ending if is_last else None, logprobs=rows)
             await asyncio.sleep(0)
 
     async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
@@ -213,6 +214,19 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self, request: scheduler_pb2.GetLoadRequest, context: Context
     ) -> scheduler_pb2.GetLoadResponse:
         return scheduler_pb2.GetLoadResponse()
+
+
+def _logprobs(submit: scheduler_pb2.Submit, token_ids: list[int]) -> list[common_pb2.TokenLogprobs]:
+    """What is due for these ids, if the request asks for it: the alternatives are the lowest ids."""
+    if not submit.sampling.HasField("logprobs"):
+        return []
+    count = submit.sampling.logprobs
+    return [
+        common_pb2.TokenLogprobs(
+            token_id=token_id, logprob=-0.5, rank=1, top_token_ids=range(count), top_logprobs=[-0.5] * count
+        )
+        for token_id in token_ids
+    ]
 
 
 @contextlib.asynccontextmanager
