@@ -87,6 +87,9 @@ class ServeSettings(Settings):
         default=None, description="With --tls-ca: certificate, or any client (keys tell who it is)."
     )
     model_name: str | None = Field(default=None, description="The name that clients call the model by.")
+    generation_config: str | None = Field(
+        default=None, description="model: its generation config fills in what a request leaves out; or none."
+    )
     default_max_tokens: int | None = Field(
         default=None, description="Most tokens when a request does not say."
     )
@@ -147,6 +150,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "tls_clients": ("router",),
     "http": ("router",),
     "model_name": ("router",),
+    "generation_config": ("router",),
     "default_max_tokens": ("router",),
     "recovery_timeout": ("router",),
     "client_stall_seconds": ("router",),

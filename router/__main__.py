@@ -20,7 +20,7 @@ from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer
 from router.validation import Defaults
-from rpc import log, tracing
+from rpc import collector, log, tracing
 from rpc.errors import StartError
 from rpc.health import Health
 from rpc.server import main, serve
@@ -79,7 +79,10 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
         model=ServedModel(
             name=settings.model_name or files.name,
             tokenizer=tokenizer,
-            defaults=_defaults(files.generation_defaults, settings.default_max_tokens),
+            defaults=_defaults(
+                files.generation_defaults if settings.generation_config == "model" else GenerationDefaults(),
+                settings.default_max_tokens,
+            ),
         ),
         schedulers=schedulers,
         tokens=_resume_tokens(settings.cluster_secret_file),
@@ -93,6 +96,7 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
         doorkeeper=doorkeeper,
     )
     http_door = _http_door(intake, schedulers, settings, doorkeeper, certificates) if settings.http else None
+    collector.settle()
     try:
         return await serve(
             settings,
@@ -107,7 +111,7 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
             ],
         )
     finally:
-        intake.close()
+        await intake.close()
 
 
 def _resume_tokens(secret_file: Path | None) -> ResumeTokens | None:
@@ -178,6 +182,9 @@ def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:
         top_p=plain.top_p if model.top_p is None else model.top_p,
         top_k=plain.top_k if model.top_k is None else model.top_k,
         min_p=plain.min_p if model.min_p is None else model.min_p,
+        repetition_penalty=(
+            plain.repetition_penalty if model.repetition_penalty is None else model.repetition_penalty
+        ),
         max_tokens=model.max_tokens if max_tokens is None else max_tokens,
     )
 

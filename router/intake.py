@@ -19,6 +19,7 @@ import time
 import uuid
 from collections import abc
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import grpc
@@ -39,7 +40,7 @@ from router.scheduler_session import Welcome
 from router.stop_strings import StopStrings
 from router.tally import Tally, outcome_of_error
 from router.text_stream import TextStream
-from router.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer, TooManyTokensError
 from router.traces import CallTrace
 from rpc.errors import RequestError, invalid
 from rpc.tracing import Tracer
@@ -142,9 +143,9 @@ class Intake:
         """Returns when no request is left."""
         await self._idle.wait()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Gives the tokenizer's threads back, and the processes that try constraints."""
-        self._constraint_checks.close()
+        await self._constraint_checks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- generation ---------------------------------------------------------------------------------
@@ -225,12 +226,17 @@ class Intake:
         tenant = arrival.caller.tenant
         self._schedulers.check_serving()
         age_seconds = self._age(asked.request_id, asked.resume, arrival) if asked.resume else None
-        checked = validation.checked(asked, model=self.model.name, limits=_limits(self._schedulers.welcome()))
+        limits = _limits(self._schedulers.welcome())
+        checked = validation.checked(asked, model=self.model.name, limits=limits)
         keys.check_priority(arrival.caller, checked.priority)
         arrival.refuse_unknown()
         if checked.sampling.constraint is not None:
             await self._constraint_checks.check(checked.sampling.constraint)
-        prompt_token_ids = await self._prompt_token_ids(checked.prompt)
+        try:
+            prompt_token_ids = await self._prompt_token_ids(checked.prompt, limits.max_total_tokens)
+        except TooManyTokensError as error:
+            validation.check_prompt_length("prompt", error.num_tokens, limits)
+            raise
         scheduler = self._schedulers.place(placing_name(tenant, tuple(prompt_token_ids)))
         welcome = scheduler.welcome
         assert welcome is not None, "a scheduler that takes requests has been welcomed"
@@ -343,8 +349,13 @@ class Intake:
             self._kept.keep(log, now)
         _log_end(log)
 
-    async def _prompt_token_ids(self, prompt: str | tuple[int, ...] | validation.Chat) -> abc.Sequence[int]:
-        """Ids of a checked prompt. What may take long runs in a thread, and the loop goes on."""
+    async def _prompt_token_ids(
+        self, prompt: str | tuple[int, ...] | validation.Chat, at_most: int
+    ) -> abc.Sequence[int]:
+        """Ids of a checked prompt. What may take long runs in a thread, and the loop goes on.
+
+        Raises TooManyTokensError when a text has more, and RequestError.
+        """
         tokenizer = self.model.tokenizer
         loop = asyncio.get_running_loop()
         match prompt:
@@ -353,14 +364,21 @@ class Intake:
             case str() if len(prompt) <= _INLINE_CHARACTERS:
                 return tokenizer.encode(prompt)
             case str():
-                return await loop.run_in_executor(self._threads, tokenizer.encode, prompt)
+                encode = partial(tokenizer.encode, prompt, at_most=at_most)
+                return await loop.run_in_executor(self._threads, encode)
             case validation.Chat(messages, tools, opened, continued):
+                encode_chat = partial(
+                    tokenizer.encode_chat, messages, tools, opened, continued, at_most=at_most
+                )
                 try:
-                    return await loop.run_in_executor(
-                        self._threads, tokenizer.encode_chat, messages, tools, opened, continued
-                    )
+                    return await loop.run_in_executor(self._threads, encode_chat)
                 except ChatError as error:
                     raise invalid("chat", str(error)) from error
+
+    @property
+    def defaults(self) -> validation.Defaults:
+        """What absent fields mean now. Raises RequestError while that is not known."""
+        return self.model.defaults.within(_limits(self.welcome()))
 
     # --- ids and text -------------------------------------------------------------------------------
 
@@ -376,10 +394,17 @@ class Intake:
         """Ids as generation would make them. Raises RequestError."""
         checked = validation.checked_prompt(prompt, _limits(self.welcome()))
         refuse_unknown()
-        return await self._prompt_token_ids(checked)
+        try:
+            return await self._prompt_token_ids(checked, validation.MAX_TOKENIZED)
+        except TooManyTokensError as error:
+            raise invalid(
+                "prompt",
+                f"the prompt has {error.num_tokens} tokens; at most {validation.MAX_TOKENIZED} are told",
+            ) from error
 
     async def detokenize(self, token_ids: abc.Sequence[int], *, include_special: bool = False) -> str:
         """Text as generation would make it. Raises RequestError, naming the first id that is none."""
+        validation.check_num_token_ids("token_ids", len(token_ids))
         validation.check_token_ids("token_ids", token_ids, self.welcome().vocab_size)
 
         def decode() -> str:

@@ -233,7 +233,7 @@ class ChoiceLog:
             if logprobs:
                 self._pending_logprobs.append(logprobs[position])
             if token_id not in self._end_token_ids:
-                texts.append(self._text.push((token_id,)).text)
+                texts.append(self._text.push_one(token_id))
             if self._text.matched is None and self._is_over(token_id):
                 self._release_text()
             if self._text.matched is not None:

@@ -138,7 +138,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 max_total_tokens=welcome.max_total_tokens,
                 vocab_size=welcome.vocab_size,
                 eos_token_ids=welcome.eos_token_ids,
-                defaults=wire.defaults(model.defaults),
+                defaults=wire.defaults(self._intake.defaults),
                 fingerprints=wire.fingerprints(welcome.fingerprints),
                 dtype=welcome.dtype,
                 has_chat_template=model.tokenizer.has_chat_template,

@@ -8,12 +8,12 @@ from pathlib import Path
 import structlog
 
 from protos.v1 import scheduler_pb2, scheduler_pb2_grpc
-from rpc import log, server, tracing
+from rpc import collector, log, server, tracing
 from rpc.address import Address
 from rpc.health import Health
 from rpc.settings import load
 from rpc.tracing import Tracer
-from scheduler import collector, wire
+from scheduler import wire
 from scheduler.config import SchedulerSettings
 from scheduler.core import SchedulerCore
 from scheduler.leadership import Leadership
