@@ -38,6 +38,7 @@ class Arrival:
     tenant: str = ""
     priority: int = 0
     deadline: float | None = None
+    gives_up: float | None = None  # when its client has had enough, whatever it has by then
 
 
 class _Track:
@@ -107,6 +108,7 @@ class LogicalLoop:
             executor_id = f"executor-{index}"
             core.attach(executor_id, _EPOCH, capacity, 0.0)
             self._executors.append(_Executor(core.executors[executor_id]))
+        self._giving_up: list[tuple[float, int]] = []  # a heap of times, and of the records' indices
         self._under_way: list[tuple[float, int, _Executor, BatchPlan, float]] = []  # a heap, by end
         self._num_plans = 0
 
@@ -127,6 +129,8 @@ class LogicalLoop:
             if timer is not None and timer <= self.now:
                 for seq in self.core.expire(self.now):
                     self._end(seq, by_itself=False)
+            while self._giving_up and self._giving_up[0][0] <= self.now:
+                self._give_up(heapq.heappop(self._giving_up)[1])
             self._plan()
             upcoming = self._next_event(arrival)
             if upcoming is None:
@@ -146,6 +150,8 @@ class LogicalLoop:
                 if executor.state.held_until is not None  # it plans as late as it can
             ]
         if not self.core.is_idle:
+            if self._giving_up:
+                times.append(self._giving_up[0][0])
             timer = self.core.next_timer
             if timer is not None:
                 times.append(timer)
@@ -177,6 +183,13 @@ class LogicalLoop:
         num_left = min(arrival.num_output_tokens, arrival.max_tokens)
         seq.attachment = _Track(index, num_left, arrival.deadline)
         if seq.state is State.FINISHED:  # its deadline had passed when the step before was done
+            self._end(seq, by_itself=False)
+        elif arrival.gives_up is not None:
+            heapq.heappush(self._giving_up, (arrival.gives_up, index))
+
+    def _give_up(self, index: int) -> None:
+        seq = self.core.cancel(index.to_bytes(16), FinishReason.ABORT, self.now)
+        if seq is not None:
             self._end(seq, by_itself=False)
 
     # --- steps -------------------------------------------------------------------------------------------
