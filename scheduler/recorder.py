@@ -91,10 +91,14 @@ class _Encoding:
             full[item.seq_id] = digest
         return result_event(result, plan, full)
 
-    def forget_ended(self) -> None:
-        """Drops the logs of those that have ended; nothing said of them may be waiting to be encoded."""
-        for seq in [seq for seq in self._logs if seq.state is State.FINISHED]:
-            del self._logs[seq]
+    def ended(self) -> list[Sequence]:
+        """Who has ended by now: no more stretches of theirs will be said to be filled."""
+        return [seq for seq in self._logs if seq.state is State.FINISHED]
+
+    def forget(self, ended: list[Sequence]) -> None:
+        """Drops their logs, once all is encoded that was said of them."""
+        for seq in ended:
+            self._logs.pop(seq, None)  # it may have been told twice
 
 
 class Recorder:
@@ -157,9 +161,10 @@ class Recorder:
                 self.num_ids = self.num_ids or _STRETCH_UNTOLD
                 self._write_pending(file)
                 self._seal(file, is_last=True)
+        except OSError as error:
+            self._give_up(f"it cannot be written: {error}")
         except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on without its record
-            self.stop(f"{self.path} cannot be written: {error}")
-            self._pending.clear()
+            self._give_up(f"a fault of ours: {type(error).__name__}")  # its text may tell token ids
 
     def _write_pending(self, file: BinaryIO) -> None:
         if self._encoding is None:
@@ -175,10 +180,13 @@ class Recorder:
                     self._seal(file)
                 time.sleep(0)  # the loop may want to go on
         except _EndedError as error:
-            self.stop(str(error))
-            self._pending.clear()
+            self._give_up(str(error))
         if self._lines and time.monotonic() - self._sealed_at >= CHUNK_SECONDS:
             self._seal(file)
+
+    def _give_up(self, reason: str) -> None:
+        self.stop(reason)
+        self._pending.clear()
 
     def _begun(self, num_ids: int) -> _Encoding:
         limits, batching, scheduler_id = self._settings
@@ -195,9 +203,9 @@ class Recorder:
         file.write(self._sealer.seal(b"".join(self._lines), is_last=is_last))
         file.flush()
         self._lines, self._num_bytes, self._sealed_at = [], 0, time.monotonic()
-        if not is_last:
-            # Behind all that was said of those that have ended by now.
-            self._pending.append(_Encoding.forget_ended)
+        if self._encoding is not None and not is_last:
+            ended = self._encoding.ended()  # all that was said of them is in the queue by now
+            self._pending.append(lambda encoding: encoding.forget(ended))
 
 
 def _created(path: Path) -> tuple[BinaryIO, Path]:
@@ -326,10 +334,10 @@ class RecordingCore(SchedulerCore):
         try:
             return super().update(executor_id, result, now)
         finally:
-            filled = [
+            filled = [  # the last block of one that has ended is never named
                 _Filled(seq, seq_id, num_ids)
                 for seq, seq_id, length in filling
-                if len(seq.token_ids) > length
+                if len(seq.token_ids) > length and seq.state is not State.FINISHED
             ]
             what = {"e": "update", "t": now, "executor": executor_id}
             self._recorder.put(lambda encoding: what | encoding.update(result, plan, filled))
