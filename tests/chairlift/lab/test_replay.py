@@ -218,7 +218,7 @@ def test_who_has_other_ids_begins_anew_and_who_has_the_same_goes_on(
 ) -> None:
     core = recorded_core(records)
     seq = core.submit(request(1, [1] * 4), now=1.0)
-    for now in range(1, 6):
+    for now in range(1, len(output) + 1):
         step(core, "a", float(now))
     core.orphan(seq, 5.5)
     assert core.submit(request(1, [1] * 4), array("I", [5] * len(output)), now=6.0) is seq
@@ -249,7 +249,8 @@ def events(records: _Records) -> list[dict[str, Any]]:
 def test_a_plan_that_differs_is_named_with_its_place(events: list[dict[str, Any]]) -> None:
     at = next(index for index, event in enumerate(events) if event.get("plan"))
     events[at]["plan"] = "0" * 16
-    wanted = rf"chunk 1 at byte {len(MAGIC)}, line {at + 1}: for a plan 1 was 0{{16}}, now it is \w+: step 1 with 2 rows"
+    place = f"chunk 1 at byte {len(MAGIC)}, line {at + 1}"
+    wanted = rf"{place}: for a plan 1 was 0{{16}}, now it is \w+: step 1 with 2 rows"
     with pytest.raises(DifferentError, match=wanted):
         replay(chunks(io.BytesIO(sealed(events))))
 
