@@ -2,7 +2,9 @@
 
     duration ≈ base + per_token · tokens + per_row · rows + per_context_token · context      microseconds
 
-What is made small is the relative error, so that short steps count as much as long ones. A price that would
+What is made small is the error by the duration that the fit before expects (five rounds, from the measured
+durations on): so short steps count as much as long ones, and a step that was disturbed does not count for
+more by being long, as it would for less if its own duration were what it is divided by. A price that would
 come out below zero means that its column explains nothing that the others do not: the best fit without it is
 taken. With four columns every choice of them can be tried.
 """
@@ -15,7 +17,9 @@ from chairlift.lab.records import quantile
 from chairlift.lab.step_times import Linear
 
 MIN_STEPS = 8
+_ROUNDS = 5
 _NAMES = ("base_us", "per_token_us", "per_row_us", "per_context_token_us")
+_Prices = dict[int, float]  # by column
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,45 +70,59 @@ def fit(steps: Sequence[Measured]) -> Fit:
         raise FitError(f"{len(steps)} steps were measured: at least {MIN_STEPS} are wanted")
     if not all(step.microseconds > 0 for step in steps):
         raise FitError("a step took no time: the clock that measured it is no use")
-    best: tuple[float, dict[int, float]] | None = None
-    for count in range(1, len(_NAMES) + 1):
-        for chosen in combinations(range(len(_NAMES)), count):
-            prices = _solved(steps, chosen)
-            if prices is None or min(prices) < 0 or not {0, 1} & set(chosen):
-                continue
-            found = dict(zip(chosen, prices, strict=True))
-            error = sum(_error(step, found) ** 2 for step in steps)
-            if best is None or error < best[0] * (1 - 1e-9):
-                best = error, found
-    assert best is not None  # a constant always fits
-    prices_of = best[1]
-    errors = sorted(abs(_error(step, prices_of)) for step in steps)
-    total = sum(step.microseconds for step in steps)
+    expected = [step.microseconds for step in steps]
+    for _ in range(_ROUNDS):
+        prices = _best(steps, expected)
+        expected = [_predicted(step, prices) for step in steps]
+    errors = [us / step.microseconds - 1 for us, step in zip(expected, steps, strict=True)]
+    ordered = sorted(map(abs, errors))
     return Fit(
-        Linear(**{name: prices_of.get(index, 0.0) for index, name in enumerate(_NAMES)}),
+        Linear(**{name: prices.get(index, 0.0) for index, name in enumerate(_NAMES)}),
         len(steps),
-        quantile(errors, 0.5),
-        quantile(errors, 0.9),
-        sum(_error(step, prices_of) * step.microseconds for step in steps) / total,
+        quantile(ordered, 0.5),
+        quantile(ordered, 0.9),
+        sum(expected) / sum(step.microseconds for step in steps) - 1,
     )
 
 
-def _error(step: Measured, prices: dict[int, float]) -> float:
-    """By which share of the step's duration the prices are off."""
+def _best(steps: Sequence[Measured], expected: Sequence[float]) -> _Prices:
+    """Of all choices of columns with no price below zero, the one with the least error."""
+    best: tuple[float, _Prices] | None = None
+    for count in range(1, len(_NAMES) + 1):
+        for chosen in combinations(range(len(_NAMES)), count):
+            solved = _solved(steps, expected, chosen)
+            if solved is None or min(solved) < 0 or not {0, 1} & set(chosen):
+                continue  # without one of those two, an empty step could take no time
+            prices = dict(zip(chosen, solved, strict=True))
+            error = sum(
+                ((_predicted(step, prices) - step.microseconds) / us) ** 2
+                for step, us in zip(steps, expected, strict=True)
+            )
+            if best is None or error < best[0] * (1 - 1e-9):
+                best = error, prices
+    assert best is not None  # a constant always fits
+    return best[1]
+
+
+def _predicted(step: Measured, prices: _Prices) -> float:
     columns = step.columns
-    return sum(price * columns[index] for index, price in prices.items()) / step.microseconds - 1
+    return sum(price * columns[index] for index, price in prices.items())
 
 
-def _solved(steps: Sequence[Measured], chosen: tuple[int, ...]) -> list[float] | None:
+def _solved(
+    steps: Sequence[Measured], expected: Sequence[float], chosen: tuple[int, ...]
+) -> list[float] | None:
     """Prices of these columns by the normal equations; None when one column is made of the others."""
     scales = [max(step.columns[index] for step in steps) or 1.0 for index in chosen]
     rows = [
-        [step.columns[index] / scale / step.microseconds for index, scale in zip(chosen, scales, strict=True)]
-        for step in steps
+        [step.columns[index] / scale / us for index, scale in zip(chosen, scales, strict=True)]
+        for step, us in zip(steps, expected, strict=True)
     ]
+    wanted = [step.microseconds / us for step, us in zip(steps, expected, strict=True)]
     size = len(chosen)
     matrix = [
-        [sum(row[i] * row[j] for row in rows) for j in range(size)] + [sum(row[i] for row in rows)]
+        [sum(row[i] * row[j] for row in rows) for j in range(size)]
+        + [sum(row[i] * value for row, value in zip(rows, wanted, strict=True))]
         for i in range(size)
     ]
     for at in range(size):
