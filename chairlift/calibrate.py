@@ -29,7 +29,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (16, 128, 512, 1536)
 CHUNKS = (0, 16, 64, 256)  # tokens of a prompt beside those who decode
 NUM_DECODE_STEPS = 12
-MAX_TOKENS = 12_288  # of all sequences of one shape: they are computed, which takes its time
+MAX_TOKENS = 4096  # of all sequences of one shape: they are computed, which takes its time
 _TIMEOUT_SECONDS = 120.0
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _NEVER_ENDS = common_pb2.SamplingParams(temperature=0, ignore_eos=True, max_tokens=2**31 - 1)
