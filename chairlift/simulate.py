@@ -109,6 +109,8 @@ _CELLS: dict[str, Callable[[Summary], str]] = {
     "whole time by tokens p50": lambda item: _seconds(item.per_output_token_p50),
     "rows of a step": lambda item: f"{item.mean_rows:.1f}",
     "running, by time": lambda item: f"{item.mean_running:.1f}",
+    "KV held": lambda item: f"{100 * item.kv_held_share:.1f} %",
+    "of it with tokens": lambda item: f"{100 * item.kv_filled_share:.1f} %",
     "preemptions": lambda item: f"{item.preemptions:,}",
     "computed in vain": lambda item: f"{100 * item.recomputed_share:.1f} %",
     "prompt tokens found": lambda item: f"{100 * item.prefix_hit_share:.1f} %",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from chairlift.lab.kv_policies import num_held_slots
 from chairlift.lab.records import Records
 from chairlift.lab.step_times import StepTimes
 from scheduler.core import SchedulerCore
@@ -63,6 +64,8 @@ class Totals:
     num_output_tokens: int = 0  # delivered
     busy_seconds: float = 0.0
     running_seconds: float = 0.0  # sequences in the batch, by how long
+    held_slot_seconds: float = 0.0  # KV slots that somebody held, by how long
+    filled_slot_seconds: float = 0.0  # tokens that the rows of a step had in theirs, by how long
 
 
 class _Executor:
@@ -222,6 +225,8 @@ class LogicalLoop:
             totals.num_computed_tokens += num_tokens
             totals.busy_seconds += seconds
             totals.running_seconds += len(state.running) * seconds
+            totals.held_slot_seconds += num_held_slots(self.core, state) * seconds
+            totals.filled_slot_seconds += (plan.positions_sum + num_tokens) * seconds
         result = StepResult(
             plan.epoch,
             plan.step_id,
