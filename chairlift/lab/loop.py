@@ -86,6 +86,7 @@ class Step:
     start: float
     end: float
     num_waiting: int
+    num_held_slots: int  # of KV, by somebody
 
 
 class LogicalLoop:
@@ -239,7 +240,8 @@ class LogicalLoop:
         for seq in self.core.update(state.executor_id, result, now).ended:
             self._end(seq, by_itself=True)
         if self._on_step is not None and num_rows:
-            self._on_step(Step(state, plan, now - seconds, now, len(self.core.waiting)))
+            num_held = num_held_slots(self.core, state)
+            self._on_step(Step(state, plan, now - seconds, now, len(self.core.waiting), num_held))
 
     def _deliver(self, executor: _Executor, plan: BatchPlan, result: StepResult) -> None:
         """A token to each row due one; who has its last ends. Rows of those who have gone get nothing."""
