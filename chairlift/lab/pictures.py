@@ -20,6 +20,7 @@ _FAINT: dict[str, Any] = {"linestyle": "--", "alpha": 0.55, "linewidth": 1.0}
 _TITLE: dict[str, Any] = {"fontsize": 9.5, "loc": "left"}
 _SMALL: dict[str, Any] = {"fontsize": 7.5, "frameon": False}
 _DPI = 160
+_HEADROOM = 1.18  # for the legend
 
 
 class NoPicturesError(RuntimeError):
@@ -151,16 +152,18 @@ def _over_time(axes: Any, watcher: Watcher) -> None:
     axes.plot(watcher.times, watcher.num_running, color=_COLOURS[0], label="running", linewidth=1.2)
     axes.set_xlabel("seconds")
     axes.set_ylabel("sequences")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, _HEADROOM * max(1.0, *watcher.num_waiting, *watcher.num_running))
     _plain(axes)
     share = axes.twinx()
     share.plot(watcher.times, watcher.held_share, color=_COLOURS[1], linewidth=1, label="KV held")
-    share.set_ylim(0, 1.05)
-    share.set_ylabel("share of KV held", color=_COLOURS[1])
+    share.set_ylim(0, _HEADROOM)
+    share.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    share.set_ylabel("share of KV held", color=_COLOURS[1], fontsize=9)
+    share.tick_params(labelsize=8)
     share.spines["top"].set_visible(False)
     lines = [*axes.get_lines(), *share.get_lines()]
     names = [str(item.get_label()) for item in lines]
-    axes.legend(lines, names, **_SMALL, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=3)
+    axes.legend(lines, names, **_SMALL, loc="upper center", ncols=3)
 
 
 def _service(axes: Any, service: dict[str, list[tuple[float, float]]]) -> None:

@@ -8,6 +8,7 @@ from chairlift.lab.loop import Arrival, LogicalLoop, Step
 from chairlift.lab.records import quantile
 from chairlift.lab.schemes import SCHEMES, WHOLE_PROMPTS
 from chairlift.lab.step_times import StepTimes
+from scheduler import collector
 from scheduler.plan import Capacity
 from scheduler.policy import Limits
 
@@ -79,6 +80,11 @@ class Summary:
             name: None if isinstance(value, float) and value != value else value  # noqa: PLR0124
             for name, value in asdict(self).items()
         }
+
+
+def settle() -> None:
+    """For a process that only simulates: its collector hurries no more than the server's does."""
+    collector.settle()
 
 
 def simulate(
