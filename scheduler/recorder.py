@@ -23,7 +23,8 @@ import structlog
 
 from rpc.version import version
 from scheduler.batching import Batching
-from scheduler.core import Outcome, SchedulerCore
+from scheduler.core import SchedulerCore
+from scheduler.counters import Outcome
 from scheduler.door import RefusedError
 from scheduler.plan import BatchPlan, Capacity, StepResult
 from scheduler.policy import Limits

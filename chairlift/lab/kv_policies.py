@@ -86,16 +86,19 @@ class ContiguousCore(SchedulerCore):
 class VictimsByOrderCore(SchedulerCore):
     """Who came last goes first."""
 
-    def _make_room(self, state: ExecutorState) -> bool:
+    def _clear_the_way(self, state: ExecutorState) -> bool:
+        """Makes the room first, so that the core finds nobody short of a block."""
         while sum(seq.needs_block for seq in state.running.values()) > state.blocks.num_free:
             if state.session.num_unanswered:
                 return False
             candidates = [seq for seq in state.running.values() if seq.has_progressed]
             if not candidates:
-                return True
+                break
             last = max(candidates, key=lambda seq: (seq.request.priority, seq.request.arrival, seq.order))
-            self._preempt_for_blocks(state, last, "blocks ran out, and it came last")
-        return True
+            self.counters.preemptions += 1
+            last.num_preemptions += 1
+            self.preempt(state, last, "blocks ran out, and it came last")
+        return super()._clear_the_way(state)
 
 
 def num_held_slots(core: SchedulerCore, state: ExecutorState) -> int:

@@ -18,6 +18,7 @@ from tests.rig.checking_executor import capacity
 
 READS_ALONE = {"explain", "features", "has_sibling", "is_idle", "max_total_tokens", "next_timer",
                "num_free_seats", "num_running"}  # fmt: skip
+ITS_OWN = {"preempt"}  # called by the core's own parts, within calls that are recorded
 LIMITS = Limits(window=1)
 
 
@@ -38,7 +39,9 @@ def kinds(path: Path) -> list[str]:
 
 def test_every_call_that_changes_the_core_is_recorded() -> None:
     public = {name for name in vars(SchedulerCore) if not name.startswith("_")}
-    assert public - READS_ALONE == {name for name in vars(RecordingCore) if not name.startswith("_")}
+    assert public - READS_ALONE - ITS_OWN == {
+        name for name in vars(RecordingCore) if not name.startswith("_")
+    }
 
 
 def test_calls_are_written_in_their_order_and_those_of_the_core_itself_are_not(tmp_path: Path) -> None:

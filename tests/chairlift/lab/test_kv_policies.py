@@ -72,8 +72,8 @@ def test_by_order_the_last_who_came_goes_and_by_cost_the_cheapest(monkeypatch: p
         chosen.setdefault(type(core).__name__, []).append((is_last, is_cheapest))
         preempt(core, state, seq, why)
 
-    preempt = SchedulerCore._preempt_for_blocks
-    monkeypatch.setattr(SchedulerCore, "_preempt_for_blocks", note)
+    preempt = SchedulerCore.preempt
+    monkeypatch.setattr(SchedulerCore, "preempt", note)
     tokens = {simulate(setup, load, name).output_tokens for name in ("chairlift", "victims-by-order")}
     assert len(tokens) == 1
     assert len(chosen["SchedulerCore"]) > 5
