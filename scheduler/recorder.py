@@ -262,8 +262,10 @@ class RecordingCore(SchedulerCore):
     def cancel(self, key: bytes, reason: FinishReason, now: float) -> Sequence | None:
         """As the core's."""
         self._is_inside = True
-        seq = super().cancel(key, reason, now)
-        self._is_inside = False
+        try:
+            seq = super().cancel(key, reason, now)
+        finally:
+            self._is_inside = False
         if seq is not None:
             self._put("cancel", now, key=key.hex(), reason=reason)
         return seq
@@ -283,8 +285,10 @@ class RecordingCore(SchedulerCore):
     def expire(self, now: float) -> list[Sequence]:
         """As the core's."""
         self._is_inside = True
-        ended = super().expire(now)
-        self._is_inside = False
+        try:
+            ended = super().expire(now)
+        finally:
+            self._is_inside = False
         self._put("expire", now)
         return ended
 

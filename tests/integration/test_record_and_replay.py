@@ -121,7 +121,7 @@ async def test_a_record_of_a_killed_scheduler_is_told_as_far_as_it_is_whole(tiny
         assert done.returncode == 2
         assert "the record is cut off in chunk" in done.stderr
         assert "--cut replays what is whole" in done.stderr
-        assert replay_command(record_of(running), "--cut").returncode == 0
+        assert replay_file(record_of(running), may_be_cut=True).num_plans > 0
 
 
 def replay_command(record: Path, *flags: str) -> "subprocess.CompletedProcess[str]":

@@ -79,28 +79,28 @@ def test_a_thousand_seconds_under_load_replay_equal(records: _Records) -> None:
     limits = Limits(window=2, late_plans=True, policy=Policy.FAIR, tenants={"b": TenantLimits(weight=2.0)})
     core = records.of(RecordingCore, limits, cache_secret=b"any")
     loop = LogicalLoop(
-        core, [Capacity(60, 16, 8, 128, 1 << 20, 2, 1 << 31)] * 2, Linear(base_us=300_000, per_token_us=500)
+        core, [Capacity(60, 16, 8, 128, 1 << 20, 2, 1 << 31)] * 2, Linear(base_us=400_000, per_token_us=500)
     )
     rows = tuple(
         Row(None, 60 + 25 * i % 400, 10 + 37 * i % 150, (i % 7,)) for i in range(61)
     )  # which share beginnings
-    load = Load(450, rows=rows, arrivals="gamma:3", rate=0.42, max_tokens=200)
+    load = Load(170, rows=rows, arrivals="gamma:3", rate=0.2, max_tokens=200)
 
     def arrivals() -> Iterator[Arrival]:
         for index, arrival in enumerate(load):
-            deadline = arrival.time + 20.0 if index % 9 == 0 else None
+            deadline = arrival.time + 40.0 if index % 9 == 0 else None
             yield dataclasses.replace(arrival, tenant="ab"[index % 2], deadline=deadline, priority=index % 3)
 
     loop.run(arrivals())
     (report,) = records.replay_all()
     assert report.seconds >= 1000
-    assert report.num_plans >= 4000
+    assert report.num_plans >= 2000
     assert report.num_tokens == core.counters.scheduled_tokens
-    assert report.preemptions == core.counters.preemptions > 20
+    assert report.preemptions == core.counters.preemptions > 5
     assert sum(seen.num_output_tokens for seen in report.seen) == loop.totals.num_output_tokens
     assert len({seen.reason for seen in report.seen}) == 2
     caches = [state.cache for state in core.executors.values()]
-    assert sum(cache.num_hit_tokens for cache in caches) > 10_000
+    assert sum(cache.num_hit_tokens for cache in caches) > 2_000
     firsts = {seen.request.request_id: seen.first_token for seen in report.seen}
     for index, first in enumerate(loop.records.first_token):
         assert firsts[str(index)] == (None if math.isnan(first) else first)
@@ -138,11 +138,11 @@ def test_whatever_is_cut_or_crashes_replays_equal(records: _Records, monkeypatch
 
     monkeypatch.setattr(scheduler_node, "WatchedCore", lambda *a, **f: records.of(Core, *a, **f))
     reports = []
-    for seed in range(60):
+    for seed in range(30):
         Scenario(seed).run()
         reports += records.replay_all()
-    assert len(reports) > 60
-    assert sum(report.num_lost for report in reports) > 10
+    assert len(reports) > 30
+    assert sum(report.num_lost for report in reports) > 5
     assert sum(report.preemptions for report in reports) > 0
 
 
