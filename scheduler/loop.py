@@ -32,7 +32,7 @@ from scheduler.executor_client import (
 )
 from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import BatchPlan, Capacity
-from scheduler.router_session import RouterSession, touch
+from scheduler.router_session import RouterSession, superseded, touch
 from scheduler.sequence import FinishReason, Sequence, State
 
 _log = structlog.get_logger()
@@ -130,7 +130,10 @@ class SchedulerLoop:
     # --- who is woken by what ------------------------------------------------------------------------------
 
     def join(self, session: RouterSession, wake: asyncio.Event) -> None:
-        """From now on news for `session` set `wake`."""
+        """From now on news for `session` set `wake`; older streams of its router are over."""
+        for over in superseded(session, self._router_wakes):
+            over.is_superseded = True
+            self.wake_router(over)
         self._router_wakes[session] = wake
 
     def leave(self, session: RouterSession) -> None:

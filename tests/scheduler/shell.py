@@ -298,10 +298,11 @@ class Shell:
         assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
         await self._open.aclose()
 
-    async def connect(self, router_id: str = "router", *, acks: bool = True) -> Router:
+    async def connect(self, router_id: str = "router", *, acks: bool = True, stream: int = 0) -> Router:
         """A stream that has said Hello."""
         router = Router(self.stub.Connect(), acks)
-        await router.send(hello=scheduler_pb2.Hello(router_id=router_id, protocol_revision=1))
+        hello = scheduler_pb2.Hello(router_id=router_id, protocol_revision=1, stream=stream)
+        await router.send(hello=hello)
         router.reading = asyncio.create_task(router.read())
         self._routers.append(router)
         return router

@@ -39,11 +39,16 @@ def crash_nodes(world: World, nodes: Sequence[Node], *, mean_seconds: float, unt
 
 
 def leave_streams(world: World, routers: Sequence[RouterNode], *, mean_seconds: float, until: float) -> None:
-    """Each router leaves its streams for new ones now and then, as when a scheduler breaks the protocol."""
+    """Each router leaves its streams for new ones now and then, as when a scheduler breaks the protocol.
+
+    What it has sent on them last may arrive behind what it sends on the new ones.
+    """
     for router in routers:
 
-        def happen(_: random.Random, router: RouterNode = router) -> None:
-            router.process.act(router.leave_streams)
+        def happen(rng: random.Random, router: RouterNode = router) -> None:
+            if rng.random() < 0.5:
+                router.hold_up_streams(rng.uniform(0.0, 0.3))
+            router.process.after(rng.uniform(0.0, 0.05), router.leave_streams)
 
         _now_and_then(world, f"moods of {router.process.name}", happen, mean_seconds, until)
 

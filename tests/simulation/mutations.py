@@ -202,6 +202,10 @@ def _starts_a_token_late(attach: Any) -> Any:
     return broken
 
 
+def _no_stream_is_newer(_: Any) -> Any:
+    return lambda self, other: False
+
+
 def _any_ids_continue(_: Any) -> Any:
     return lambda seq, output_token_ids: True
 
@@ -311,6 +315,13 @@ MUTATIONS = (
         "a cursor starts a token early", router_session.RouterSession, "attach", _starts_a_token_early, 2
     ),
     Mutation("a cursor starts a token late", router_session.RouterSession, "attach", _starts_a_token_late, 0),
+    Mutation(
+        "an older stream of a router is listened to",
+        router_session.RouterSession,
+        "is_newer_than",
+        _no_stream_is_newer,
+        76,
+    ),
     Mutation("a reader goes on with whatever runs", core, "_continues", _any_ids_continue, 2),
     Mutation("the accepted are refused for load", door, "check", _refuses_the_accepted_for_load, 12),
     Mutation(

@@ -15,7 +15,7 @@ from scheduler.lease import Lease, Record, Role
 from scheduler.parts import PartAssembler
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.policy import Limits
-from scheduler.router_session import RouterSession, session_of, touch
+from scheduler.router_session import RouterSession, session_of, superseded, touch
 from scheduler.rows import Rows
 from scheduler.sequence import Finish, FinishReason, StatusCode
 from scheduler.sequence import Sequence as Seq
@@ -26,7 +26,7 @@ from tests.simulation.process import Process
 RETRY_SECONDS = 0.05
 REATTACH_SECONDS = 1.0
 ACTS_A_CHECK = 5
-HELD, NOT_OPEN = "PERMISSION_DENIED", "FAILED_PRECONDITION"
+HELD, NOT_OPEN, ABORTED = "PERMISSION_DENIED", "FAILED_PRECONDITION", "ABORTED"
 IN_USE_ELSEWHERE = Finish(FinishReason.ERROR, status_code=StatusCode.ALREADY_EXISTS)
 
 
@@ -224,7 +224,11 @@ class SchedulerNode:
     # --- what the shell does between the calls of the core ------------------------------------------------
 
     def join(self, session: RouterSession, stream: "_RouterStream") -> None:
+        over = superseded(session, self._routers)
         self._routers[session] = stream
+        for older in over:
+            older.is_superseded = True
+            self._routers[older].flush()
 
     def leave(self, session: RouterSession) -> None:
         if session in self._routers:
@@ -290,9 +294,11 @@ class _RouterStream:
 
     def _receive(self, message: scheduler_pb2.RouterMessage) -> None:
         scheduler = self._scheduler
+        if self._session is not None and self._session.is_superseded:
+            return
         match message.WhichOneof("message"):
             case "hello":
-                self._session = RouterSession(message.hello.router_id)
+                self._session = RouterSession(message.hello.router_id, message.hello.stream)
                 scheduler.join(self._session, self)
             case "submit":
                 self._submit(message.submit)
@@ -352,6 +358,10 @@ class _RouterStream:
         """Sends what is owed."""
         session, scheduler = self._session, self._scheduler
         if session is None or not self._end.is_open:
+            return
+        if session.is_superseded:
+            self._end.close(ABORTED)
+            scheduler.leave(session)
             return
         if self._is_welcomed and self._num_step_downs != scheduler.num_step_downs:
             self._end.close(UNAVAILABLE)
