@@ -353,6 +353,8 @@ class SchedulerCore:
         state.held_until = None
         if not state.session.can_send:
             return False
+        if state.session.num_unanswered and self.inquiry and self.inquiry.is_watching(state):
+            return False
         if self.limits.late_plans and state.session.num_unanswered:
             state.held_until = state.pace.held_until(now)
         return state.held_until is None
@@ -492,6 +494,8 @@ class SchedulerCore:
             rows.chunk(seq, rows.budget)
             return
         limit = min(rows.budget, rows.recompute_budget) if rows.others_wait else rows.budget
+        if self.inquiry:
+            limit = min(limit, self.inquiry.num_harmless(seq) or limit)
         if limit > 0:
             before = rows.budget
             rows.chunk(seq, limit)
