@@ -662,8 +662,7 @@ class SchedulerCore:
         session.sent(plan)
         num_tokens = sum(rows.num_tokens)
         predicted_us = state.step_time.predict_us(num_tokens) if num_tokens else 0.0
-        state.clock.sent(predicted_us, self._now)
-        state.pace.sent(self._now, None if predicted_us is None else predicted_us / 1e6)
+        state.clock.sent(None if predicted_us is None else predicted_us / 1e6, self._now)
         self.counters.scheduled_tokens += num_tokens
         return plan
 
@@ -682,12 +681,11 @@ class SchedulerCore:
         if plan is None:
             return outcome
         self.counters.steps += 1
-        wall_seconds = state.clock.answered(now)
+        wall_seconds = state.pace.answered(now, result.total_us / 1e6, result.idle_us / 1e6)
         if plan.rows:
             self.meters.step(len(plan.rows), result.total_us, result.idle_us, wall_seconds)
         if result.total_us and plan.rows:
             state.step_time.observe(sum(plan.num_tokens), result.total_us)
-        state.pace.answered(now, result.total_us / 1e6, result.idle_us / 1e6)
         state.is_draining = result.draining
         state.leaves_at = now + result.seconds_to_leave
         state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us

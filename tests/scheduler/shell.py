@@ -20,10 +20,12 @@ from rpc.address import Address
 from rpc.channel import connect, server_options
 from scheduler import audit, wire
 from scheduler.core import SchedulerCore
+from scheduler.executor_directory import ExecutorDirectory
+from scheduler.executor_loop import ExecutorLoop
 from scheduler.leadership import Leadership
 from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
-from scheduler.loop import ExecutorDirectory, ExecutorLoop, SchedulerLoop
+from scheduler.loop import SchedulerLoop
 from scheduler.policy import Limits
 from scheduler.servicer import SchedulerServicer
 from tests.rig import toy_executor
@@ -347,3 +349,16 @@ async def running_shell(
 def _ours(tasks: "set[asyncio.Task[Any]]") -> list[str]:
     names = [repr(task.get_coro()) for task in tasks]
     return [name for name in names if "scheduler" in name.lower() or "Event.wait" in name]
+
+
+async def submit_some(shell: Shell, router: Router, num_tokens: int = 30) -> None:
+    """Ten requests, all of them taken in."""
+    for handle in range(1, 11):
+        await router.submit(handle, f"r{handle}", [handle] * (1 + handle % 5), num_tokens)
+    await until(lambda: shell.core._num_submitted == 10)
+
+
+def all_right(router: Router, num_tokens: int = 30) -> bool:
+    return len(router.finished) == 10 and all(
+        router.ids[handle] == expected_ids([handle] * (1 + handle % 5), num_tokens) for handle in range(1, 11)
+    )
