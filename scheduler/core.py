@@ -281,8 +281,8 @@ class SchedulerCore:
         ended = [
             seq for seq in self.sequences.values() if name_of(seq) == name and seq.state is not State.FINISHED
         ]
-        for seq in ended:
-            self._end(seq, _error(StatusCode.INTERNAL, message), Event.FAIL)
+        for seq in ended:  # ABORT: another executor may be computing one, and must be told
+            self._end(seq, _error(StatusCode.INTERNAL, message), Event.ABORT)
         return ended
 
     def _end_misfits(self) -> list[Sequence]:

@@ -57,14 +57,17 @@ class Inquiry:
         """
         num_planned = _num_unanswered_tokens(state)
         rows = list(num_planned)
-        is_repeating = all(seq.num_computed_tokens <= seq.num_proven_tokens for seq in rows)
+        is_elsewhere = True
         for seq in rows:
-            seq.num_proven_tokens = max(seq.num_proven_tokens, seq.num_computed_tokens - num_planned[seq])
+            begin, end = seq.num_computed_tokens - num_planned[seq], seq.num_computed_tokens
+            is_elsewhere &= end <= seq.num_proven_tokens or begin >= seq.num_tokens_at_crash
+            if end > seq.num_proven_tokens:
+                seq.num_proven_tokens, seq.num_tokens_at_crash = begin, end
         if any(name_of(seq) in self.suspects.trial for seq in rows):
             # Those beside it were cleared, or have got far enough to be: see `Suspects`.
             rows = [seq for seq in rows if self.suspects.num_crashes(name_of(seq)) or not seq.has_progressed]
         rows.sort(key=lambda seq: (len(seq.token_ids) - seq.num_tokens_at_admission, -seq.order))
-        guilty = self.suspects.crashed(map(name_of, rows), is_repeating=is_repeating)
+        guilty = self.suspects.crashed(map(name_of, rows), is_elsewhere=is_elsewhere)
         self._host = None
         self._since = now
         for seq in list(core.waiting) if self.suspects.group else ():

@@ -11,8 +11,8 @@ died of; then the next one dies as well, and the next. So:
     one alone   in the fatal plan, for the second time or on trial: guilty
 
 With one guilty among n that is at most log2(n) + 2 crashes. Crashes that nobody is to blame for (a machine is
-switched off) cost those they hit a moment on trial. One alone that repeats what it computed before without
-harm is excused: what is deadly is mostly so at one place. Three times at most, and so many crashes more it
+switched off) cost those they hit a moment on trial. One alone that is hit at another place of its tokens than
+before is excused: what is deadly is mostly so at one place. Three times at most, and so many crashes more it
 takes to find one that is deadly at no certain place. To be found guilty by mistake, a request must be hit
 while it is alone, in the very step in which it was hit before.
 
@@ -51,13 +51,13 @@ class Suspects(Generic[T]):
         """How many executors have died under it since it was last cleared."""
         return self._num_crashes.get(item, 0)
 
-    def crashed(self, rows: Iterable[T], *, is_repeating: bool = False) -> T | None:
+    def crashed(self, rows: Iterable[T], *, is_elsewhere: bool = False) -> T | None:
         """An executor died computing these, newcomers first; returns who is guilty, if that is known.
 
-        `is_repeating`: all that they were computing they had computed before without harm.
+        `is_elsewhere`: each of them was at another place than when it was hit before.
         """
         rows = list(dict.fromkeys(rows))
-        if is_repeating and len(rows) == 1 and self._is_excused(rows[0]):
+        if is_elsewhere and len(rows) == 1 and self._is_excused(rows[0]):
             return None
         again = [item for item in rows if item in self._num_crashes]
         for item in rows:

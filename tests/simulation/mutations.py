@@ -13,9 +13,9 @@ from unittest import mock
 
 from executor import session as executor_sessions
 from router import scheduler_session as router_sessions
-from scheduler import blocks, core, door, executor_session, lease, prefix_cache, router_session
+from scheduler import blocks, core, door, executor_session, lease, prefix_cache, router_session, suspects
 from scheduler import plan as plans
-from scheduler.sequence import Sequence
+from scheduler.sequence import Event, Sequence, StatusCode
 
 SEEDS = 500
 
@@ -99,6 +99,35 @@ def _reuses_seq_ids(enter: Any) -> Any:
         if seq.num_preemptions:
             state.next_seq_id -= 1
         enter(self, state, seq, *rest)
+
+    return broken
+
+
+def _releases_nobody(leave: Any) -> Any:
+    def broken(self: core.SchedulerCore, *args: Any, tell_executor: bool, **more: Any) -> None:
+        leave(self, *args, tell_executor=False, **more)
+
+    return broken
+
+
+# --- who executors die of --------------------------------------------------------------------------------
+
+
+def _finds_nobody_guilty(crashed: Any) -> Any:
+    def broken(self: suspects.Suspects[Any], rows: Any, **more: Any) -> None:
+        crashed(self, rows, **more)
+
+    return broken
+
+
+def _excuses_nobody(_: Any) -> Any:
+    return lambda self, item: False
+
+
+def _ends_all_choices_as_if_executors_knew(end: Any) -> Any:
+    def broken(self: core.SchedulerCore, seq: Sequence, finish: Any, event: Any) -> None:
+        is_guilty = finish.status_code is StatusCode.INTERNAL and event is Event.ABORT
+        end(self, seq, finish, Event.FAIL if is_guilty else event)
 
     return broken
 
@@ -282,6 +311,16 @@ MUTATIONS = (
     Mutation("a release is forgotten", core.SchedulerCore, "_plan", _forgets_releases, 1),
     Mutation("ghosts are forgotten", core.SchedulerCore, "_plan", _forgets_ghosts, 0),
     Mutation("a seq_id is used twice", core.SchedulerCore, "_enter", _reuses_seq_ids, 105),
+    Mutation("who is given up is not released", core.SchedulerCore, "_leave", _releases_nobody, 0),
+    Mutation("nobody is found guilty", suspects.Suspects, "crashed", _finds_nobody_guilty, 0),
+    Mutation("nobody is excused", suspects.Suspects, "_is_excused", _excuses_nobody, 0),
+    Mutation(
+        "a guilty request's choices elsewhere go on",
+        core.SchedulerCore,
+        "_end",
+        _ends_all_choices_as_if_executors_knew,
+        262,
+    ),
     Mutation("a plan of any epoch is run", executor_sessions.Session, "receive", _takes_any_epoch, 20),
     Mutation("a lower term is accepted", executor_sessions.Session, "open", _grants_lower_terms, 200),
     Mutation(
