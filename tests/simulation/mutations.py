@@ -296,7 +296,7 @@ def _never_steps_down(_: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a plan is not sent again", executor_session.ExecutorSession, "resend", _resends_nothing, 2),
+    Mutation("a plan is not sent again", executor_session.ExecutorSession, "resend", _resends_nothing, 83),
     Mutation(
         "the older of two plans is not sent again",
         executor_session.ExecutorSession,
@@ -308,12 +308,12 @@ MUTATIONS = (
         "a result is applied twice", executor_session.ExecutorSession, "received", _applies_results_twice, 7
     ),
     Mutation("a result is not acknowledged", core.SchedulerCore, "_plan", _acknowledges_nothing, 0),
-    Mutation("a release is forgotten", core.SchedulerCore, "_plan", _forgets_releases, 1),
+    Mutation("a release is forgotten", core.SchedulerCore, "_plan", _forgets_releases, 2),
     Mutation("ghosts are forgotten", core.SchedulerCore, "_plan", _forgets_ghosts, 0),
     Mutation("a seq_id is used twice", core.SchedulerCore, "_enter", _reuses_seq_ids, 105),
-    Mutation("who is given up is not released", core.SchedulerCore, "_leave", _releases_nobody, 0),
-    Mutation("nobody is found guilty", suspects.Suspects, "crashed", _finds_nobody_guilty, 0),
-    Mutation("nobody is excused", suspects.Suspects, "_is_excused", _excuses_nobody, 0),
+    Mutation("who is given up is not released", core.SchedulerCore, "_leave", _releases_nobody, 2),
+    Mutation("nobody is found guilty", suspects.Suspects, "crashed", _finds_nobody_guilty, 16),
+    Mutation("nobody is excused", suspects.Suspects, "_is_excused", _excuses_nobody, 20),
     Mutation(
         "a guilty request's choices elsewhere go on",
         core.SchedulerCore,
@@ -353,7 +353,7 @@ MUTATIONS = (
     Mutation(
         "a cursor starts a token early", router_session.RouterSession, "attach", _starts_a_token_early, 2
     ),
-    Mutation("a cursor starts a token late", router_session.RouterSession, "attach", _starts_a_token_late, 0),
+    Mutation("a cursor starts a token late", router_session.RouterSession, "attach", _starts_a_token_late, 9),
     Mutation(
         "an older stream of a router is listened to",
         router_session.RouterSession,
