@@ -181,36 +181,3 @@ async def test_a_request_that_kills_executors_ends_alone_and_everybody_else_ends
             assert len(deaths) <= 4  # log2(4) + 2
             await attached(running, 1)
         check_quiet(running)
-
-
-async def test_a_rolling_restart_of_executors_fails_no_stream(tiny_model_folder: Path) -> None:
-    flags = ("--num-blocks", "512", "--grace-seconds", "1")
-    with cluster.assembling(tiny_model_folder) as running:
-        for name in EXECUTORS:
-            running.start_executor(*flags, name=name)
-        running.start_scheduler(executors=EXECUTORS)
-        running.start_router()
-        running.wait()
-        await attached(running, 2)
-        is_over = False
-        num_answers = 0
-
-        async def keep_asking(client: Client, salt: int) -> None:
-            nonlocal num_answers
-            message = sized(20, 400, salt=salt)
-            first = await client.generate(message)
-            while not is_over:
-                assert (await client.generate(message)).token_ids == first.token_ids
-                num_answers += 1
-
-        async with client_of(running) as client, asyncio.TaskGroup() as group:
-            for salt in range(6):
-                group.create_task(keep_asking(client, salt))
-            for name in EXECUTORS:
-                assert await asyncio.to_thread(running.stop, name, 20) == 0
-                await asyncio.to_thread(running.restart, name)
-                await asyncio.to_thread(running.process(name).wait_until_serving)
-                await attached(running, 2)
-            is_over = True
-        assert num_answers > 0
-        check_quiet(running)

@@ -60,6 +60,7 @@ class Chaos:
     def __init__(self, running: Cluster, ways: dict[str, Way], questions: Sequence[Question]) -> None:
         self.cluster = running
         self.ways = ways
+        self.executors = tuple(ways)
         self.questions = questions
         self.tally = Tally()
         self._right: dict[int, Answer] = {}
@@ -155,13 +156,38 @@ class Chaos:
         """kill -9, and the same process again, until it is up."""
         await asyncio.to_thread(self.cluster.kill, name)
         await asyncio.to_thread(self.cluster.restart, name)
-        if name.startswith("executor"):
+        if name in self.executors:
             await asyncio.to_thread(self.cluster.process(name).wait_until_serving)
 
+    @contextlib.asynccontextmanager
+    async def crashing(self, names: Sequence[str], *, every_seconds: float) -> AsyncIterator[asyncio.Lock]:
+        """While the block runs, one after the other is killed; who holds the lock is spared from it."""
+        lock = asyncio.Lock()
+
+        async def crash_on() -> None:
+            for name in itertools.cycle(names):
+                async with lock:
+                    await self.crash(name)
+                await asyncio.sleep(every_seconds)
+
+        task = asyncio.create_task(crash_on())
+        try:
+            yield lock
+            async with lock:
+                task.cancel()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     async def stop(self, name: str) -> int:
-        """SIGTERM, and the same process again when it has left; returns its exit code."""
+        """SIGTERM, and the same process again when it has left; returns its exit code.
+
+        An executor is waited for; the others are there for each other.
+        """
         code = await asyncio.to_thread(self.cluster.stop, name, PATIENCE_SECONDS)
         await asyncio.to_thread(self.cluster.restart, name)
+        if name in self.executors:
+            await asyncio.to_thread(self.cluster.process(name).wait_until_serving)
         return code
 
     async def freeze(self, name: str, seconds: float) -> None:
