@@ -21,7 +21,7 @@ from tests.rig.scripted_executor import RequestScript, Script, expected_output
 
 SCRIPT = Script(step_seconds=0.005)
 EXECUTORS = ("executor", "second")
-NUM_TOKENS = 60
+NUM_PROMPT_TOKENS, NUM_TOKENS = 100, 60
 
 
 def start(running: Cluster, script: Script, *flags: str, executors: tuple[str, ...] = EXECUTORS) -> None:
@@ -44,7 +44,7 @@ async def after_some_tokens(client: Client, count: int) -> "list[asyncio.Task[li
 
     async def read(salt: int) -> list[int]:
         ids: list[int] = []
-        async for answer in client.growing(sized(10, NUM_TOKENS, salt=salt)):
+        async for answer in client.growing(sized(NUM_PROMPT_TOKENS, NUM_TOKENS, salt=salt)):
             ids = answer.token_ids
             if len(ids) >= 5:
                 begun[salt].set()
@@ -58,7 +58,7 @@ async def after_some_tokens(client: Client, count: int) -> "list[asyncio.Task[li
 
 async def all_right(tasks: "list[asyncio.Task[list[int]]]") -> None:
     for salt, ids in enumerate(await asyncio.gather(*tasks)):
-        assert ids == expected_output(prompt(10, salt), NUM_TOKENS)
+        assert ids == expected_output(prompt(NUM_PROMPT_TOKENS, salt), NUM_TOKENS)
 
 
 async def test_b106_b107_after_an_executor_is_killed_the_other_one_goes_on_token_by_token(
@@ -141,6 +141,24 @@ async def test_b92_without_one_they_end_unavailable_with_what_they_had(tiny_mode
         running.restart("executor")
         running.wait()
         await attached(running, 1)
+        check_quiet(running)
+
+
+async def test_one_alone_whose_executor_is_killed_again_and_again_is_not_taken_for_the_reason(
+    tiny_model_folder: Path,
+) -> None:
+    """Three more times, each while it computes again what it had."""
+    script = Script(step_seconds=0.005, token_seconds=0.002)
+    with cluster.assembling(tiny_model_folder) as running:
+        start(running, script, "--reattach-seconds", "0.1", executors=("executor",))
+        async with client_of(running) as client:
+            tasks = await after_some_tokens(client, 1)
+            for _ in range(4):
+                running.kill("executor")
+                await attached(running, 0)
+                running.restart("executor")
+                await attached(running, 1)
+            await all_right(tasks)
         check_quiet(running)
 
 

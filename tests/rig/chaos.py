@@ -57,11 +57,14 @@ class Tally:
 class Chaos:
     """The server, its clients, and what is done to them."""
 
-    def __init__(self, running: Cluster, ways: dict[str, Way], questions: Sequence[Question]) -> None:
+    def __init__(
+        self, running: Cluster, ways: dict[str, Way], questions: Sequence[Question], lease_seconds: float
+    ) -> None:
         self.cluster = running
         self.ways = ways
         self.executors = tuple(ways)
         self.questions = questions
+        self.lease_seconds = lease_seconds
         self.tally = Tally()
         self._right: dict[int, Answer] = {}
         self._is_over = asyncio.Event()
@@ -228,6 +231,7 @@ async def chaos(
     num_executors: int,
     executor_flags: Sequence[str] = (),
     scheduler_flags: Sequence[str] = (),
+    lease_seconds: float = LEASE_SECONDS,
 ) -> AsyncIterator[Chaos]:
     """The whole server, serving, with the right answers known."""
     with cluster.assembling(model) as running:
@@ -241,7 +245,7 @@ async def chaos(
                 await asyncio.to_thread(start)
                 way = Way(f"{running.folder}/{name}-way.sock", f"{running.folder}/{name}.sock")
                 ways[name] = await stack.enter_async_context(way)
-            lease = ("--lease", f"{running.folder}/lease", "--lease-seconds", str(LEASE_SECONDS))
+            lease = ("--lease", f"{running.folder}/lease", "--lease-seconds", str(lease_seconds))
             for name in SCHEDULERS:
                 running.start_scheduler(
                     *lease,
@@ -254,7 +258,7 @@ async def chaos(
                 running.start_router(
                     *("--cluster-secret-file", str(secret)), name=name, schedulers=("|".join(SCHEDULERS),)
                 )
-            one = Chaos(running, ways, questions)
+            one = Chaos(running, ways, questions, lease_seconds)
             for name in (*executors, *ROUTERS):
                 await asyncio.to_thread(running.process(name).wait_until_serving)
             await one.learn()
