@@ -12,7 +12,8 @@ import structlog
 
 from protos.v1 import router_pb2
 from scheduler import identity, wire
-from scheduler.core import Outcome, SchedulerCore
+from scheduler.core import SchedulerCore
+from scheduler.counters import Outcome
 from scheduler.executor_client import Opened
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.router_session import RouterSession, superseded, touch

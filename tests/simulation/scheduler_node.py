@@ -68,10 +68,10 @@ class WatchedCore(SchedulerCore):
         self._ledger = ledger
         self._given_up: dict[tuple[str, int, int], int] = {}  # executor, epoch, seq_id: newest plan then
 
-    def _preempt(self, state: ExecutorState, seq: Seq, why: str) -> None:
+    def preempt(self, state: ExecutorState, seq: Seq, why: str) -> None:
         assert not state.session.unanswered, f"{seq.request.request_id} is preempted with a result out"
         self._ledger.num_preemptions[seq.token_ids[0]] += 1
-        super()._preempt(state, seq, why)
+        super().preempt(state, seq, why)
 
     def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Seq]:
         state = self.executors[executor_id]
