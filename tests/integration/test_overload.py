@@ -1,7 +1,10 @@
 """Kind 16 through real processes: beyond a stated amount the answer is no, at once, and says when to come."""
 
 import asyncio
+import contextlib
 import itertools
+import os
+import signal
 from pathlib import Path
 
 import grpc
@@ -13,13 +16,13 @@ from tests.integration.prompts import prompt, sized
 from tests.integration.test_many_give_up import resident_bytes
 from tests.rig import cluster
 from tests.rig.client import Answer, Client, client_of
+from tests.rig.cluster import Cluster
 from tests.rig.quiet import check_all_leave, check_quiet, wait_until_idle
-from tests.rig.scripted_executor import Fault, Script, expected_output
+from tests.rig.scripted_executor import Script, expected_output
 
 NUM_SEATS, NUM_QUEUED = 4, 10
+PATIENT = ("--step-timeout", "600")  # with an executor that stands still
 SLOW = Script(step_seconds=0.01, max_num_seqs=NUM_SEATS)
-STORM_SECONDS = 4.0
-"""The first step takes so long: nobody ends while the others come."""
 MAX_GROWTH_BYTES = 50 * 2**20
 
 
@@ -34,10 +37,30 @@ def retry_seconds(refusal: grpc.aio.AioRpcError) -> float:
 
 
 async def all_at_once(client: Client, lengths: list[int], max_tokens: int) -> list[Answer | BaseException]:
-    return await asyncio.gather(
-        *(client.generate(sized(length, max_tokens, salt=salt)) for salt, length in enumerate(lengths)),
-        return_exceptions=True,
-    )
+    return await asyncio.gather(*asked(client, lengths, max_tokens), return_exceptions=True)
+
+
+def asked(client: Client, lengths: list[int], max_tokens: int) -> "list[asyncio.Task[Answer]]":
+    return [
+        asyncio.create_task(client.generate(sized(length, max_tokens, salt=salt)))
+        for salt, length in enumerate(lengths)
+    ]
+
+
+async def storm(
+    running: Cluster, client: Client, lengths: list[int], max_tokens: int, num_refused: int
+) -> list[Answer | BaseException]:
+    """All at once, while the executor stands still: it goes on when so many are refused."""
+    os.kill(running.process("executor").pid, signal.SIGSTOP)
+    try:
+        tasks = asked(client, lengths, max_tokens)
+        async with asyncio.timeout(60):
+            for _, refused in zip(range(num_refused), asyncio.as_completed(tasks), strict=False):
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await refused
+    finally:
+        os.kill(running.process("executor").pid, signal.SIGCONT)
+    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def taken(outcomes: list[Answer | BaseException], lengths: list[int], max_tokens: int) -> int:
@@ -57,13 +80,14 @@ def taken(outcomes: list[Answer | BaseException], lengths: list[int], max_tokens
 async def test_b94_a_storm_fills_seats_and_queue_and_the_rest_is_refused(
     num_requests: int, tiny_model_folder: Path
 ) -> None:
-    script = Script(max_num_seqs=NUM_SEATS, faults=(Fault(at_step=1, kind="stall", seconds=STORM_SECONDS),))
-    flags = ("--max-queued", str(NUM_QUEUED))
-    with cluster.running(tiny_model_folder, script=script, scheduler_flags=flags) as running:
+    flags = ("--max-queued", str(NUM_QUEUED), *PATIENT)
+    num_taken = NUM_SEATS + NUM_QUEUED
+    with cluster.running(tiny_model_folder, script=SLOW, scheduler_flags=flags) as running:
         lengths = [5] * num_requests
         async with client_of(running) as client:
             before = {name: resident_bytes(running, name) for name in ("router", "scheduler")}
-            assert taken(await all_at_once(client, lengths, 9), lengths, 9) == NUM_SEATS + NUM_QUEUED
+            outcomes = await storm(running, client, lengths, 9, num_requests - num_taken)
+            assert taken(outcomes, lengths, 9) == num_taken
             for name, size in before.items():
                 assert resident_bytes(running, name) - size < MAX_GROWTH_BYTES
         check_quiet(running)
@@ -74,21 +98,17 @@ async def test_b95_a_limit_of_queued_tokens_counts_them_and_comes_back_to_nothin
     tiny_model_folder: Path,
 ) -> None:
     length, num_waiting = 1_000, 8
-    script = Script(
-        max_num_seqs=1,
-        max_num_batched_tokens=2_048,
-        max_seq_len=16_384,
-        faults=(Fault(at_step=1, kind="stall", seconds=STORM_SECONDS),),
-    )
-    flags = ("--max-queued-tokens", str(num_waiting * length + length // 2))
+    script = Script(max_num_seqs=1, max_num_batched_tokens=2_048, max_seq_len=16_384, step_seconds=0.005)
+    flags = ("--max-queued-tokens", str(num_waiting * length + length // 2), *PATIENT)
     with cluster.running(tiny_model_folder, script=script, scheduler_flags=flags) as running:
         async with client_of(running) as client:
-            first = asyncio.create_task(client.generate(sized(10, 5)))
-            while not (await asyncio.to_thread(running.load)).num_running:  # noqa: ASYNC110 - a door's view
-                await asyncio.sleep(0.01)
+            first = client.growing(sized(10, 400))
+            while not (await anext(first)).token_ids:
+                pass
             lengths = [length] * 40
-            assert taken(await all_at_once(client, lengths, 2), lengths, 2) == num_waiting
-            await first
+            outcomes = await storm(running, client, lengths, 2, 40 - num_waiting)
+            await first.aclose()
+            assert taken(outcomes, lengths, 2) == num_waiting
             lengths = [length] * num_waiting
             assert taken(await all_at_once(client, lengths, 2), lengths, 2) == num_waiting
             with pytest.raises(grpc.aio.AioRpcError, match="the whole queue at most 8500") as refusal:
