@@ -117,6 +117,25 @@ async def test_a_draining_executor_ends_serving_and_what_runs_goes_on(
     assert "draining" in router.statuses[-1].reason
 
 
+@pytest.mark.parametrize("is_draining", [True, False])
+async def test_one_that_goes_while_it_drains_has_not_crashed(shell: Shell, is_draining: bool) -> None:
+    def answer(result: executor_pb2.StepResult) -> executor_pb2.StepResult:
+        result.draining = is_draining
+        return result
+
+    first = ObedientExecutor()
+    first.change = answer
+    async with serving_executor(first, shell.executor_address):
+        router = await shell.welcomed()
+        await router.submit(1, "a", [1, 2], 60)
+        await until(lambda: len(first.plans) >= 5)
+        first.may_answer.clear()  # it goes in the middle of a step
+    async with serving_executor(ObedientExecutor(), shell.executor_address):
+        await until(lambda: shell.core.counters.executors_left + shell.core.counters.executors_crashed == 1)
+        assert shell.core.counters.executors_crashed == (0 if is_draining else 1)
+        assert bool(shell.core.inquiry) == (not is_draining)
+
+
 # --- an executor that lies ----------------------------------------------------------------------------
 
 
