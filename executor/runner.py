@@ -29,6 +29,7 @@ from executor.model.weights import load_weights
 from executor.operations.base import Operations
 from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
+from executor.parallel.ranks import Alone, Ranks
 from executor.sequences import PromptLogprobs, Sampled, SamplingParams
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -75,8 +76,10 @@ class ModelRunner:
         kv_cache: KVCache,
         dtype: str,
         device: torch.device,
+        ranks: Ranks,
     ) -> None:
         self._config: ModelConfig = checkpoint.config
+        self._ranks = ranks
         self._eos_token_ids = checkpoint.eos_token_ids
         self._model = model
         self._choose = operations.choose
@@ -88,7 +91,8 @@ class ModelRunner:
             tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
             numerics=numerics(device, dtype, operations),
         )
-        self._constraints = constraints_of(checkpoint)
+        # Only the first rank samples.
+        self._constraints = constraints_of(checkpoint) if ranks.rank == 0 else None
         self._row_invariant = operations.row_invariant and self._is_row_invariant()
 
     @classmethod
@@ -101,8 +105,9 @@ class ModelRunner:
         num_blocks: int | None,
         block_size: int,
         max_num_seqs: int,
+        ranks: Ranks | None = None,
     ) -> "ModelRunner":
-        """Load a Hugging Face folder or a GGUF file.
+        """Load a Hugging Face folder or a GGUF file, or this rank's shard of it; `ranks` are met here.
 
         `dtype` is float32 or bfloat16, `device` cpu or cuda. `num_blocks` of the KV cache (None: what a share
         of the free memory holds, and no more than `max_num_seqs` whole sequences need), of `block_size`
@@ -110,8 +115,11 @@ class ModelRunner:
         """
         started = time.monotonic()
         torch_dtype, torch_device = checked_dtype(dtype, device), checked_device(device)
+        ranks = Alone() if ranks is None else ranks
         checkpoint = open_checkpoint(path)
-        config = checkpoint.config
+        shard = ranks.shard(checkpoint)
+        ranks.meet()
+        config = shard.config
         spec = AttentionSpec(
             device=torch_device,
             dtype=torch_dtype,
@@ -122,8 +130,8 @@ class ModelRunner:
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
         )
-        operations = select_operations(spec)
-        weights = load_weights(checkpoint, torch_dtype, torch_device, operations)
+        operations = ranks.joined(select_operations(spec), checkpoint)
+        weights = load_weights(shard, torch_dtype, torch_device, operations)
         if num_blocks is None:
             num_blocks = default_num_blocks(
                 config,
@@ -131,7 +139,9 @@ class ModelRunner:
                 dtype=torch_dtype,
                 device=torch_device,
                 max_num_seqs=max_num_seqs,
+                num_sharers=ranks.num_sharers,
             )
+        num_blocks = ranks.least(num_blocks)
         kv_cache = KVCache(
             config,
             num_blocks=num_blocks,
@@ -153,6 +163,8 @@ class ModelRunner:
             max_seq_len=config.max_seq_len,
             eos_token_ids=checkpoint.eos_token_ids,
         )
+        ranks.agree("numerics", numerics(torch_device, dtype, operations))
+        ranks.agree("weights", weights.fingerprint)
         return cls(
             checkpoint,
             model=Decoder(config, weights, operations),
@@ -161,6 +173,7 @@ class ModelRunner:
             kv_cache=kv_cache,
             dtype=dtype,
             device=torch_device,
+            ranks=ranks,
         )
 
     @property
@@ -226,9 +239,10 @@ class ModelRunner:
         error in the result; it is no exception.
         """
         started = time.perf_counter_ns()
-        hidden = self._model.forward(inputs, self._kv_cache)
-        scores = [self._score(hidden, scored) for scored in inputs.scored]
-        logits = self._model.head(hidden)
+        with self._ranks.leading(inputs):
+            hidden = self._model.forward(inputs, self._kv_cache)
+            scores = [self._score(hidden, scored) for scored in inputs.scored]
+            logits = self._model.head(hidden)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter_ns()
@@ -240,6 +254,16 @@ class ModelRunner:
             (forwarded - started) // 1000,
             (ended - forwarded) // 1000,
         )
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Make the steps that the first rank leads, until it ends: all that `step` does but sampling."""
+        for inputs in self._ranks.steps():
+            hidden = self._model.forward(inputs, self._kv_cache)
+            for scored in inputs.scored:
+                for indices in logprobs.slices(scored, self.vocab_size):
+                    self._model.head(hidden, indices.to(self._device))
+            self._model.head(hidden)
 
     def _score(self, hidden: Hidden, scored: Scored) -> PromptLogprobs | None:
         def logits_at(indices: torch.Tensor) -> torch.Tensor:
@@ -255,13 +279,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _is_row_invariant(self) -> bool:
         """What the self-test finds, on a small cache of its own."""
-        cache = KVCache(
-            self._config,
-            num_blocks=self_test.num_blocks(self.block_size),
-            block_size=self.block_size,
-            dtype=DTYPES[self._dtype],
-            device=self._device,
-        )
+        cache = self._kv_cache.another(self_test.num_blocks(self.block_size))
         invariant = self_test.is_row_invariant(
             lambda inputs: self._model.logits(inputs, cache),
             vocab_size=self.vocab_size,

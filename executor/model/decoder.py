@@ -50,8 +50,12 @@ class Decoder:
 
     def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Hidden:
         """Everything but the output head."""
+        step = self._operations.prepare(inputs)
+        normed = self._operations.repeat(step, kv_cache)
+        return Hidden(self._layers(step, kv_cache) if normed is None else normed, step)
+
+    def _layers(self, step: StepTensors, kv_cache: KVCache) -> Tensor:
         config, operations, weights = self._config, self._operations, self._weights
-        step = operations.prepare(inputs)
         # Each layer is followed by the norm that the next one, or the output head, reads.
         norms = [*(layer.attention_norm for layer in weights.layers), weights.final_norm]
         hidden = operations.embed(step, weights.embeddings, config.embedding_scale)
@@ -67,13 +71,13 @@ class Decoder:
                 key_norm=layer.key_norm,
             )
             attended = operations.attend(query, step, cache, window=kind.window)
-            update = operations.linear(attended, layer.attention_out)
+            update = operations.update(attended, layer.attention_out)
             normed = operations.add_norm(
                 hidden, update, layer.mlp_norm, update_norm=layer.attention_update_norm
             )
-            update = operations.linear(operations.gated(normed, layer.gate_up, self._activation), layer.down)
+            update = operations.update(operations.gated(normed, layer.gate_up, self._activation), layer.down)
             normed = operations.add_norm(hidden, update, norms[index + 1], update_norm=layer.mlp_update_norm)
-        return Hidden(normed, step)
+        return normed
 
     def head(self, hidden: Hidden, indices: Tensor | None = None) -> Tensor:
         """Float32 logits of the sampling rows, or of the tokens at `indices` (int64) into T.

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from executor.inputs import SampleRow, StepInputs
-from executor.kv_cache import LayerCache
+from executor.kv_cache import KVCache, LayerCache
 
 
 class Activation(Enum):
@@ -82,6 +82,12 @@ class Operations(Protocol):
     def prepare(self, inputs: StepInputs) -> StepTensors:
         """The step's arrays on the device, in the form that all layers read."""
 
+    def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:
+        """What the last norm leaves for the output head, where the step can be computed as one before it was.
+
+        None: it has to be asked for operation by operation, from `embed` on.
+        """
+
     def embed(self, step: StepTensors, table: Linear, scale: float) -> Tensor:
         """Hidden states, float32 `[T, hidden_size]`: the tokens' rows of `table`, times `scale`.
 
@@ -110,6 +116,12 @@ class Operations(Protocol):
 
     def linear(self, inputs: Tensor, layer: Linear) -> Tensor:
         """`inputs @ weight.T + bias`, `[T, out]`."""
+
+    def update(self, inputs: Tensor, layer: Linear) -> Tensor:
+        """What attention or the MLP adds to the hidden states: the product with all of their `inputs`.
+
+        `linear`, but where the model is shared out: each rank has some of the inputs, and gets the sum.
+        """
 
     def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
         """`activation(inputs @ gate.T) * (inputs @ up.T)`, `[T, out]`, both with their bias."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 from executor import sampler
 from executor.attention.base import AttentionBackend
 from executor.inputs import SampleRow, StepInputs
-from executor.kv_cache import LayerCache
+from executor.kv_cache import KVCache, LayerCache
 from executor.operations.base import Activation, Linear, Norm, StepTensors
 
 
@@ -47,6 +47,10 @@ class PlainOperations:
             attention=self._attention.prepare(inputs),
         )
 
+    def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:  # noqa: ARG002 - the interface's
+        """Never: nothing is remembered."""
+        return None
+
     def embed(self, step: StepTensors, table: Linear, scale: float) -> Tensor:
         """Rows of the table."""
         return table.weight[step.token_ids].float() * scale
@@ -70,6 +74,10 @@ class PlainOperations:
         return self.norm(hidden, norm)
 
     def linear(self, inputs: Tensor, layer: Linear) -> Tensor:
+        """One matrix product."""
+        return _linear(inputs, layer)
+
+    def update(self, inputs: Tensor, layer: Linear) -> Tensor:
         """One matrix product."""
         return _linear(inputs, layer)
 
