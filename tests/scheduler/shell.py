@@ -309,9 +309,9 @@ class Shell:
         self._routers.append(router)
         return router
 
-    async def welcomed(self, router_id: str = "router", *, acks: bool = True) -> Router:
+    async def welcomed(self, router_id: str = "router", *, acks: bool = True, stream: int = 0) -> Router:
         """A stream on which requests may travel."""
-        router = await self.connect(router_id, acks=acks)
+        router = await self.connect(router_id, acks=acks, stream=stream)
         await until(lambda: router.statuses and router.is_welcome)
         return router
 

@@ -319,7 +319,7 @@ async def test_the_newest_stream_of_a_router_counts_whatever_an_older_one_still_
     shell: Shell, executor: ObedientExecutor
 ) -> None:
     executor.may_answer.clear()
-    newest = await shell.connect("one", stream=3)
+    newest = await shell.welcomed("one", stream=3)
     await newest.submit(1, "a", [1, 2], 20)
     await until(lambda: key_of("a") in shell.core.sequences)
     late = await shell.connect("one", stream=2)
