@@ -22,8 +22,8 @@ COPY protos protos
 COPY rpc rpc
 COPY chairlift chairlift
 COPY ${SERVICE} ${SERVICE}
-# A router brings its HTTP door along; CHAIRLIFT_HTTP=0.0.0.0:8000 opens it.
-RUN extras="${SERVICE}"; if [ "${SERVICE}" = router ]; then extras=router,http; fi; \
+# A router brings its HTTP door along; CHAIRLIFT_HTTP=0.0.0.0:8000 opens it. CHAIRLIFT_TRACES sends traces.
+RUN extras="${SERVICE},tracing"; if [ "${SERVICE}" = router ]; then extras="${extras},http"; fi; \
     /opt/chairlift/bin/pip install --no-cache-dir --find-links /wheels ".[${extras}]"
 # The executor's kernels for every instruction set: its image has no compiler, and chooses at its start.
 RUN if [ "${SERVICE}" = executor ]; then \

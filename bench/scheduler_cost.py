@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scheduler import audit, collector, wire
+from rpc import collector
+from scheduler import audit, wire
 from scheduler.core import SchedulerCore
 from scheduler.plan import BatchPlan, Capacity, StepResult
 from scheduler.policy import Admission, Limits

@@ -87,6 +87,9 @@ class ServeSettings(Settings):
         default=None, description="With --tls-ca: certificate, or any client (keys tell who it is)."
     )
     model_name: str | None = Field(default=None, description="The name that clients call the model by.")
+    generation_config: str | None = Field(
+        default=None, description="model: its generation config fills in what a request leaves out; or none."
+    )
     default_max_tokens: int | None = Field(
         default=None, description="Most tokens when a request does not say."
     )
@@ -104,6 +107,13 @@ class ServeSettings(Settings):
     standby: bool = Field(
         default=False,
         description="Whether a second scheduler stands by, and goes on at once when the first one dies.",
+    )
+    traces: str | None = Field(
+        default=None,
+        description="Collector to send traces to (OpenTelemetry, OTLP over gRPC): HOST:PORT or https://HOST:PORT.",
+    )
+    trace_steps: int | None = Field(
+        default=None, description="With --traces, every how many steps one gets a span; 0: none."
     )
     grace_seconds: float = Field(
         default=30.0, ge=0, description="How long running requests may go on after SIGTERM."
@@ -145,9 +155,12 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "tls_clients": ("router",),
     "http": ("router",),
     "model_name": ("router",),
+    "generation_config": ("router",),
     "default_max_tokens": ("router",),
     "recovery_timeout": ("router",),
     "client_stall_seconds": ("router",),
+    "traces": ALL,
+    "trace_steps": ("executor",),
     "grace_seconds": ALL,
     "max_message_bytes": ALL,
     "log_format": ALL,

@@ -50,6 +50,13 @@ class ExecutorSettings(ServiceSettings):
         "Default: as many as torchrun started, else 1.",
     )
 
+    trace_steps: int = Field(
+        default=100,
+        ge=0,
+        le=2**31 - 1,
+        description="With --traces, every how many steps one gets a span of its own; 0: none.",
+    )
+
     @property
     def token_budget(self) -> int:
         """Most tokens in a step, the default filled in."""

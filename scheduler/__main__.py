@@ -8,11 +8,12 @@ from pathlib import Path
 import structlog
 
 from protos.v1 import scheduler_pb2, scheduler_pb2_grpc
-from rpc import log, server
+from rpc import collector, log, server, tracing
 from rpc.address import Address
 from rpc.health import Health
 from rpc.settings import load
-from scheduler import collector, wire
+from rpc.tracing import Tracer
+from scheduler import wire
 from scheduler.config import SchedulerSettings
 from scheduler.core import SchedulerCore
 from scheduler.executor_directory import ExecutorDirectory
@@ -23,6 +24,7 @@ from scheduler.lease_file import LeaseFile
 from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
 from scheduler.servicer import SchedulerServicer
+from scheduler.traces import SequenceTraces
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 
@@ -31,6 +33,11 @@ async def run(argv: list[str]) -> int:
     """Serves until told to stop; returns the exit code."""
     settings = load(SchedulerSettings, argv, prog="chairlift scheduler")
     log.configure("scheduler", fmt=settings.log_format, level=settings.log_level)
+    with tracing.opened(settings, "scheduler") as tracer:
+        return await _serve(settings, tracer)
+
+
+async def _serve(settings: SchedulerSettings, tracer: Tracer | None) -> int:
     certificates = settings.tls()
     health = Health([SERVICE])
     core = SchedulerCore(
@@ -39,6 +46,7 @@ async def run(argv: list[str]) -> int:
         padding_sampling=wire.padding_sampling(),
         cache_secret=secrets.token_bytes(32),
     )
+    core.witness = None if tracer is None else SequenceTraces(tracer)
     loop = SchedulerLoop(core, on_serving=health.serving)
     servicer = SchedulerServicer(
         loop, scheduler_id=settings.name, router_stall_seconds=settings.router_stall_seconds

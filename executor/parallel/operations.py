@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from executor.inputs import SampleRow, StepInputs
-from executor.kv_cache import LayerCache
+from executor.kv_cache import KVCache, LayerCache
 from executor.operations.base import Activation, Linear, Norm, Operations, StepTensors
 
 
@@ -65,6 +65,10 @@ class ParallelOperations:
     def logits(self, normed: Tensor, step: StepTensors, head: Linear, soft_cap: float | None) -> Tensor:
         """Of the whole vocabulary on the first rank; of their part of it on the others."""
         return self._exchange.gather(self._shard.logits(normed, step, head, soft_cap), self._widths)
+
+    def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:  # noqa: ARG002 - the interface's
+        """Never: the others come in between."""
+        return None
 
     # --- by itself --------------------------------------------------------------------------------------
 
