@@ -74,6 +74,9 @@ class ServeSettings(Settings):
     )
     max_queued: int | None = Field(default=None, description="Most waiting requests beyond the free seats.")
     max_queued_tokens: int | None = Field(default=None, description="Most prompt tokens of all that wait.")
+    record: str | None = Field(
+        default=None, description="A file that the scheduler's inputs are written to, for `chairlift replay`."
+    )
     tenants: str | None = Field(
         default=None,
         description="A TOML file of tenants: API keys (every request needs one), limits, weights.",
@@ -148,6 +151,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "aging_seconds": ("scheduler",),
     "max_queued": ("scheduler",),
     "max_queued_tokens": ("scheduler",),
+    "record": ("scheduler",),
     "tenants": ("scheduler", "router"),
     "tls_cert": ("router",),
     "tls_key": ("router",),

@@ -1,6 +1,7 @@
 """`python -m scheduler`: one scheduler process."""
 
 import asyncio
+import functools
 import secrets
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import structlog
 from protos.v1 import scheduler_pb2, scheduler_pb2_grpc
 from rpc import collector, log, server, tracing
 from rpc.address import Address
+from rpc.errors import StartError
 from rpc.health import Health
 from rpc.settings import load
 from rpc.tracing import Tracer
@@ -23,6 +25,7 @@ from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
 from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
+from scheduler.recorder import Recorder, RecordingCore
 from scheduler.servicer import SchedulerServicer
 from scheduler.traces import SequenceTraces
 
@@ -40,7 +43,9 @@ async def run(argv: list[str]) -> int:
 async def _serve(settings: SchedulerSettings, tracer: Tracer | None) -> int:
     certificates = settings.tls()
     health = Health([SERVICE])
-    core = SchedulerCore(
+    recorder = _recorder(settings) if settings.record else None
+    make_core = SchedulerCore if recorder is None else functools.partial(RecordingCore, recorder)
+    core = make_core(
         settings.limits,
         settings.batching,
         padding_sampling=wire.padding_sampling(),
@@ -81,18 +86,33 @@ async def _serve(settings: SchedulerSettings, tracer: Tracer | None) -> int:
             tasks.create_task(loop.run_timers())
             tasks.create_task(lead(term=0) if leadership is None else leadership.run())
 
-    return await server.serve(
-        settings,
-        services={
-            SERVICE: lambda grpc_server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(
-                servicer, grpc_server
-            )
-        },
-        health=health,
-        metrics=[SchedulerMetrics(loop).families],
-        run=background,
-        drain=loop.drained if leadership is None else leadership.drained,
-    )
+    try:
+        return await server.serve(
+            settings,
+            services={
+                SERVICE: lambda grpc_server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(
+                    servicer, grpc_server
+                )
+            },
+            health=health,
+            metrics=[SchedulerMetrics(loop).families],
+            run=background,
+            drain=loop.drained if leadership is None else leadership.drained,
+        )
+    finally:
+        if recorder is not None:
+            recorder.close()
+
+
+def _recorder(settings: SchedulerSettings) -> Recorder:
+    """Raises StartError."""
+    path = Path(settings.record)
+    try:
+        recorder = Recorder(path, settings.limits, settings.batching, scheduler_id=settings.name)
+    except OSError as error:
+        raise StartError(f"--record is {settings.record!r}: the file cannot be made ({error})") from error
+    structlog.get_logger().info("recording", file=str(recorder.path))
+    return recorder
 
 
 def main() -> None:
