@@ -7,6 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from chairlift.about import about
 from chairlift.calls import Router, add_flags, from_flags, router_at
 from chairlift.results import ChairliftError
 from protos.v1 import router_pb2
@@ -17,8 +18,8 @@ _BAR_CHARACTERS = 24
 
 def main(argv: list[str]) -> int:
     """Asks the router and prints the time line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="chairlift explain", description=__doc__.partition(": ")[2])
-    parser.add_argument("request_id", help="the id that Accepted told")
+    parser = argparse.ArgumentParser(prog="chairlift explain", description=about(__doc__))
+    parser.add_argument("request_id", help="the id that was given with the request, or that the answer told")
     parser.add_argument(
         "--tenant", default="", help="whose request it is, for an admin's key; default: the key's own"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from chairlift.about import about
 from chairlift.lab.changes import add_flags, change_of
 from chairlift.lab.fit import FitError
 from chairlift.lab.replay import DifferentError, Report, UnreadableError, replay_file
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="chairlift replay",
-        description=__doc__.partition(": ")[2],
+        description=about(__doc__),
         epilog="With any of the settings, the recorded load is run under them besides (docs/lab.md).",
     )
     parser.add_argument("record", type=Path, metavar="FILE", help="what a scheduler wrote with --record")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from chairlift.about import about
 from chairlift.lab import pictures
 from chairlift.lab.loads import Load, LoadError
 from chairlift.lab.loop import Arrival
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     """Simulates each scheme asked for; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="chairlift simulate",
-        description=__doc__.partition(": ")[2],
+        description=about(__doc__),
         epilog="docs/lab.md shows a few runs; docs/papers.md what papers claim, and what comes out here.",
     )
     add_flags(parser, default_requests=1000)

@@ -23,13 +23,20 @@ _OTHERS = ("policy", "admission", "prefix_caching")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds them; none is the recorded setting."""
     settings = parser.add_argument_group("what if")
-    for name, kind in (("policy", Policy), ("admission", Admission)):
+    for name, kind, text in (
+        ("policy", Policy, "who is served next"),
+        ("admission", Admission, "room a newcomer must find"),
+    ):
         choices = "{" + ",".join(item.value for item in kind) + "}"
-        settings.add_argument(f"--{name}", type=kind, choices=list(kind), metavar=choices)
+        settings.add_argument(f"--{name}", type=kind, choices=list(kind), metavar=choices, help=text)
     for name, text in _COUNTS.items():
         settings.add_argument(f"--{name.replace('_', '-')}", type=_count, metavar="N", help=text)
     settings.add_argument("--max-step-ms", type=_duration, metavar="MS", help="wanted duration of a step")
-    settings.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=None)
+    settings.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="whether equal beginnings of prompts are computed once",
+    )
 
 
 def change_of(options: argparse.Namespace) -> Callable[[Limits], Limits] | None:
