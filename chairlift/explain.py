@@ -13,7 +13,7 @@ from chairlift.results import ChairliftError
 from protos.v1 import router_pb2
 from rpc.address import AddressError
 
-_BAR_CHARACTERS = 24
+_BAR_CHARACTERS = 12
 
 
 def main(argv: list[str]) -> int:
@@ -43,9 +43,9 @@ async def _ask(router: Router, request_id: str, tenant: str) -> router_pb2.Expla
 def table(response: router_pb2.ExplainResponse) -> Table:
     """One row a stretch, with its share of the whole drawn as a bar."""
     total = max((entry.start_seconds + entry.duration_seconds for entry in response.entries), default=0.0)
-    result = Table(
-        "choice", "from s", "for s", "share", "reason", "step", "detail", title=response.request_id
-    )
+    result = Table(title=response.request_id)
+    for name in ("choice", "from s", "for s", "share", "reason", "step", "detail"):
+        result.add_column(name, no_wrap=name not in {"share", "detail"})
     for entry in response.entries:
         width = round(_BAR_CHARACTERS * entry.duration_seconds / total) if total else 0
         result.add_row(

@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
         if change is not None:
             Console().print(_compared(report, change))
     except (UnreadableError, FitError, OSError) as error:
-        print(f"chairlift replay: {options.record}: {error}", file=sys.stderr)
+        why = error.strerror if isinstance(error, OSError) else error
+        print(f"chairlift replay: {options.record}: {why}", file=sys.stderr)
         return 2
     except DifferentError as error:
         print(f"chairlift replay: {options.record}: the plans differ. {error}", file=sys.stderr)

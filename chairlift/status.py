@@ -40,7 +40,10 @@ async def _ask(router: Router) -> router_pb2.GetStatusResponse:
 
 def table(status: router_pb2.GetStatusResponse, address: str) -> Table:
     """One row a process: the router, below it its schedulers, below each of them its executors."""
-    result = Table("process", "state", "version", "running", "waiting", "KV blocks", "last step")
+    result = Table()
+    result.add_column("process", overflow="fold")  # an address is of use only when it is whole
+    for name in ("state", "version", "running", "waiting", "KV blocks", "last step"):
+        result.add_column(name)
     _add(
         result,
         f"router {address}",
