@@ -37,6 +37,9 @@ def load_runner(config: ExecutorSettings) -> Runner:
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
+            token_budget=config.token_budget,
+            attention=config.attention,
+            memory_utilization=config.gpu_memory_utilization,
         )
     except ModelError as error:
         raise StartError(str(error)) from error
@@ -56,7 +59,7 @@ async def run() -> int:
         config,
         partial(load_runner, config),
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.token_budget,
+        token_budget=config.token_budget,
         max_window=config.window,
         on_device_busy=leave_device,
     )

@@ -56,9 +56,7 @@ def test_bytes_per_block_count_layers_keys_values_and_number_type() -> None:
 
 def default(monkeypatch: pytest.MonkeyPatch, available_bytes: int, max_num_seqs: int) -> int:
     monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: available_bytes)
-    return default_num_blocks(
-        CONFIG, block_size=16, dtype=torch.float32, device=CPU, max_num_seqs=max_num_seqs
-    )
+    return default_num_blocks(CONFIG, block_size=16, dtype=torch.float32, max_num_seqs=max_num_seqs)
 
 
 def test_default_takes_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
