@@ -7,6 +7,7 @@ A captured graph holds the operations that torch was asked for and asks for them
 memory: whatever was worked out by the host at capture stays as it was, as on a GPU.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,14 +31,17 @@ class FakeEvent:
     def record(self) -> None:
         self.device.log.append(f"record {self.name}")
         self.tick = len(self.device.log)
-        self.arrivals = list(self.device.on_their_way)
+        with self.device.lock:
+            self.arrivals = list(self.device.on_their_way)
 
     def wait(self) -> None:
         assert self.tick >= 0, "waited for a mark that was never put"
         self.device.log.append(f"wait {self.name}")
         for host, numbers in self.arrivals:
             host.numpy()[...] = numbers.numpy()
-            self.device.on_their_way = [each for each in self.device.on_their_way if each[0] is not host]
+            with self.device.lock:
+                left = [each for each in self.device.on_their_way if each[0] is not host]
+                self.device.on_their_way = left
         self.arrivals = []
 
     def us_since(self, earlier: Event) -> int:
@@ -114,6 +118,8 @@ class FakeDevice:
     log: list[str] = field(default_factory=list)
     graphs: list[FakeGraph] = field(default_factory=list)
     on_their_way: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """A mark may be waited for in another thread."""
     _num_events: int = 0
 
     def event(self) -> FakeEvent:
@@ -125,7 +131,8 @@ class FakeDevice:
 
     def bring(self, tensor: Tensor) -> Tensor:
         host = torch.full_like(tensor, 0xA5)
-        self.on_their_way.append((host, tensor.clone()))
+        with self.lock:
+            self.on_their_way.append((host, tensor.clone()))
         self.log.append("bring")
         return host
 
