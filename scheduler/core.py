@@ -11,15 +11,16 @@ important came, or the executor died.
 
 Must not know: gRPC, protobuf, asyncio, the clock (time is an argument), text, tensors, routers. It owns every
 sequence, the waiting queue, and for each executor the running set, the blocks and the session. Who is refused
-at the door is `door`'s business, who enters the batch `entrance`'s, who must go `policy`'s.
+at the door is `door`'s business, who enters the batch `entrance`'s, who must go `room`'s, and what a result
+brings `results`'.
 """
 
 import math
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from scheduler import door, draining, entrance, padding, placement, policy
+from scheduler import door, entrance, padding, placement, policy, results, room
 from scheduler.batching import Batching
+from scheduler.counters import Counters, Outcome
 from scheduler.drain_rate import DrainRate
 from scheduler.executor_session import SessionBrokenError, rows_that_ran
 from scheduler.executor_state import ExecutorState
@@ -45,33 +46,6 @@ from scheduler.tenants import Tenants
 from scheduler.timers import Timers
 from scheduler.token_ids import NO_IDS, TokenIds
 from scheduler.waiting import Policy, WaitingQueue
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a result changed: sequences with new tokens, and sequences that ended (some are in both)."""
-
-    progressed: list[Sequence] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since start."""
-
-    steps: int = 0
-    preemptions: int = 0  # for lack of blocks
-    displacements: int = 0  # for somebody more important
-    scheduled_tokens: int = 0
-    wasted_tokens: int = 0  # sampled, never delivered
-    refused: int = 0
-    ended: Counter[FinishReason] = field(default_factory=Counter)
-    recoveries: int = 0  # sequences that lost their executor
-    executors_left: int = 0  # on purpose, or because this scheduler stopped
-    executors_crashed: int = 0
-    prefix_query_tokens: int = 0  # of executors that have gone
-    prefix_hit_tokens: int = 0
-    audits_failed: int = 0
 
 
 class SchedulerCore:
@@ -359,14 +333,14 @@ class SchedulerCore:
 
     def _clear_the_way(self, state: ExecutorState) -> bool:
         """Takes off who must go before anybody is planned; False when a result must be in first (rule 3)."""
-        if state.is_draining and not self._move_away(state):
+        if state.is_draining and not room.move_away(self, state, self._now):
             return False
         # Each running sequence takes at most one block a step: with more free ones nobody can be short.
-        if state.blocks.num_free < len(state.running) and not self._make_room(state):
+        if state.blocks.num_free < len(state.running) and not room.make_room(self, state):
             return False
-        if state.crowded and not self._make_room_within(state):
+        if state.crowded and not room.make_room_within(self, state):
             return False
-        return self._make_way(state)
+        return room.make_way(self, state, self._now)
 
     def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
         """One row for each running sequence with one token to compute; returns those with more."""
@@ -692,8 +666,10 @@ class SchedulerCore:
             rows = rows_that_ran(plan, result)
         if len(result.token_ids) != sum(result.num_sampled):
             raise SessionBrokenError(f"step {result.step_id}: token ids and num_sampled differ")
-        self._end_unfit(self._take_prompt_logprobs(plan, result, outcome.progressed), "a prompt", outcome)
-        self._end_unfit(self._append_tokens(rows, result, outcome.progressed), "a token", outcome)
+        self._end_unfit(results.take_prompt_logprobs(plan, result, outcome.progressed), "a prompt", outcome)
+        self._end_unfit(
+            results.append_tokens(rows, result, outcome.progressed, self.counters), "a token", outcome
+        )
         self._register_blocks(state, plan, result)
         if self.inquiry:
             self.inquiry.stepped(self, rows)
@@ -720,58 +696,6 @@ class SchedulerCore:
             self._end(seq, _error(StatusCode.INTERNAL, message), Event.ABORT)
             outcome.ended.append(seq)
 
-    def _take_prompt_logprobs(
-        self, plan: BatchPlan, result: StepResult, progressed: list[Sequence]
-    ) -> list[Sequence]:
-        """Keeps what chunks of prompts brought, each position once; returns those whose due did not come."""
-        unfit: list[Sequence] = []
-        for seq, seq_id, num_computed_tokens in plan.filled:
-            known = seq.prompt_logprobs
-            if known is None or seq.seq_id != seq_id or any(e.seq_id == seq_id for e in result.errors):
-                continue
-            num_due = min(num_computed_tokens, seq.num_prompt_tokens - 1) - len(known)
-            if num_due <= 0:
-                continue
-            first_position, entries = result.prompt_logprobs.get(seq_id, (0, []))
-            if first_position == len(known) + 1 and len(entries) == num_due:
-                known.extend(entries)
-                progressed.append(seq)
-            else:
-                unfit.append(seq)
-        return unfit
-
-    def _append_tokens(
-        self, rows: list[Sequence], result: StepResult, progressed: list[Sequence]
-    ) -> list[Sequence]:
-        """Appends each row's ids; returns those whose ids came without their log-probabilities."""
-        unfit: list[Sequence] = []
-        at = 0
-        token_ids = result.token_ids
-        for seq, seq_id, count in zip(rows, result.seq_ids, result.num_sampled, strict=True):
-            if count == 0:
-                continue
-            if seq.seq_id != seq_id:  # that admission is over
-                self.counters.wasted_tokens += count
-            elif seq.logprobs is not None:
-                entries = result.logprobs.get(seq_id, [])
-                if len(entries) == count:
-                    seq.logprobs.extend(entries)
-                    seq.token_ids.extend(token_ids[at : at + count])
-                    seq.tenant.num_output_tokens += count
-                    progressed.append(seq)
-                else:
-                    unfit.append(seq)
-            elif count == 1:
-                seq.token_ids.append(token_ids[at])
-                seq.tenant.num_output_tokens += 1
-                progressed.append(seq)
-            else:
-                seq.token_ids.extend(token_ids[at : at + count])
-                seq.tenant.num_output_tokens += count
-                progressed.append(seq)
-            at += count
-        return unfit
-
     def _register_blocks(self, state: ExecutorState, plan: BatchPlan, result: StepResult) -> None:
         """What this step has filled can be used by others, unless its row failed or its sequence has gone."""
         failed = {error.seq_id for error in result.errors}
@@ -793,84 +717,10 @@ class SchedulerCore:
                 if followers:
                     self._look_again(followers)
 
-    # --- making room -------------------------------------------------------------------------------------
+    # --- back to the queue ---------------------------------------------------------------------------
 
-    def _make_room(self, state: ExecutorState) -> bool:
-        """Preempts until every decoding sequence can grow; False when results must come in first.
-
-        Token logs must be complete before anyone is preempted, so it happens only with nothing in flight: one
-        bubble is cheaper than a needless victim. When nobody may be preempted, those left without a block are
-        put off while the newcomers win their first token.
-        """
-        while True:
-            short = sum(seq.needs_block for seq in state.running.values()) - state.blocks.num_free
-            if short <= 0:
-                return True
-            if state.session.num_unanswered:
-                return False
-            seq = policy.victim(state.running.values(), state.recompute_tokens, state.num_freed)
-            if seq is None:
-                return True
-            self._preempt_for_blocks(state, seq, "blocks ran out")
-
-    def _make_room_within(self, state: ExecutorState) -> bool:
-        """Preempts one of each tenant that its own block limit keeps from growing; False: results come first.
-
-        One at a time is enough: it held a block at least, and those left want one each. The last one left to
-        a tenant is not held to its limit, so somebody always gets on.
-        """
-        if state.session.num_unanswered:
-            return False
-        for tenant in state.crowded:
-            members = [seq for seq in state.running.values() if seq.tenant is tenant]
-            seq = policy.victim(members, state.recompute_tokens, lambda seq: len(seq.block_table))
-            if seq is not None and not tenant.may_grow:
-                self._preempt_for_blocks(state, seq, f"tenant {tenant.name!r} is at its own block limit")
-        state.crowded = {}
-        return True
-
-    def _preempt_for_blocks(self, state: ExecutorState, seq: Sequence, why: str) -> None:
-        if not seq.is_padding:
-            self.counters.preemptions += 1
-            seq.num_preemptions += 1
-        self._preempt(state, seq, why)
-
-    def _make_way(self, state: ExecutorState) -> bool:
-        """Displaces the less important for the next one who waits; False when results must come in first."""
-        if self.batching is not Batching.ITERATION or state.is_draining:
-            return True
-        least = state.least_important
-        head = self.waiting.peek(self._now) if least is not None else None
-        if head is None or least is None or head.request.priority >= least:
-            return True
-        if head.max_len > state.max_total_tokens or any(
-            placement.could_take(other, head) for other in self.executors.values() if other is not state
-        ):
-            return True  # another executor has room for it
-        if self.inquiry and self.inquiry.may_enter(self, state, self._now) is not None:
-            return True  # it could not enter
-        chosen = entrance.who_makes_way(self, state, head)
-        if chosen and state.session.num_unanswered:
-            return False
-        for seq in chosen:
-            self.counters.displacements += 1
-            seq.num_displacements += 1
-            self._preempt(state, seq, f"made way for {head.request.request_id}")
-            state.made_way_for = head  # though what was given back may let another one come before it
-        return True
-
-    def _move_away(self, state: ExecutorState) -> bool:
-        """Gives those that it will not finish to the others; False when results must come in first."""
-        movers = draining.who_must_move(self, state, self._now)
-        if movers and state.session.num_unanswered:
-            return False
-        for seq in movers:
-            seq.is_recovering = True
-            self.counters.recoveries += 1
-            self._preempt(state, seq, "its executor is going away")
-        return True
-
-    def _preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:
+    def preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:
+        """Takes `seq` off its executor, which has answered everything; it waits again, to be recomputed."""
         if not seq.is_padding:  # nothing is in flight: all it has computed is known, and may be found again
             self._look_again(state.cache.register(seq, seq.num_computed_tokens))
         self._leave(state, seq, reason=None, tell_executor=True)

@@ -37,6 +37,7 @@ struct AttentionCall {
 };
 
 constexpr int TILE = LANES;  // positions
+constexpr int FETCHED_TILES = 16, FETCHED_LINES = 4;
 
 static INLINE int padded_to_tile(int count) { return (count + TILE - 1) / TILE * TILE; }
 
@@ -84,6 +85,32 @@ static void copy_values(const AttentionCall& it, const int32_t* table, int head,
     }
 }
 
+// The same of a tile that does lie as products read it: what stands behind the context is left out.
+template <class Type>
+static void copy_held_values(const uint32_t* tile, int head_dim, int count, uint32_t* to) {
+    constexpr int PER = PER_UNIT<Type>;
+    const uint32_t* end = to + TILE / PER * head_dim;
+    size_t whole = (size_t)(count / PER) * head_dim;
+    memcpy(to, tile, whole * 4);
+    to += whole, tile += whole;
+    if (count % PER)
+        for (int n = 0; n < head_dim; n++) *to++ = *tile++ & 0xffff;  // the first of two, which lies lowest
+    memset(to, 0, (end - to) * 4);
+}
+
+// The highest of `count` numbers, a multiple of sixteen. Four at a time: a comparison waits for the one before.
+static INLINE float highest_of(const float* numbers, int count) {
+    auto higher = [](Floats left, Floats right) { return left > right ? left : right; };
+    Floats highest[4];
+    for (Floats& each : highest) each = broadcast(-__builtin_inff());
+    int i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+        for (int part = 0; part < 4; part++)
+            highest[part] = higher(load<Floats>(numbers + i + part * LANES), highest[part]);
+    for (; i < count; i += LANES) highest[0] = higher(load<Floats>(numbers + i), highest[0]);
+    return max_of_lanes(higher(higher(highest[0], highest[1]), higher(highest[2], highest[3])));
+}
+
 // Turns one row's scores of positions [first, first + count) into weights, in place; the row looks at positions
 // from `begin` to `end`. Returns the sum of the weights.
 template <class Type>
@@ -101,15 +128,11 @@ static INLINE float softmax(const AttentionCall& it, float* scores, int first, i
         Floats some = load<Floats>(scores + edge);
         store(scores + edge, (position >= begin) & (position < end) ? some : nothing);
     }
-    Floats highest = nothing;
-    for (int i = from; i < to; i += LANES) {
-        Floats some = load<Floats>(scores + i);
-        highest = some > highest ? some : highest;
-    }
-    Floats most = broadcast(max_of_lanes(highest)), sums = {};
+    float power = it.scale * LOG2_E, most = power * highest_of(scores + from, to - from);
+    Floats sums = {};
     Type* weights = (Type*)scores;
     for (int i = from; i < to; i += LANES) {
-        Floats some = exponential((load<Floats>(scores + i) - most) * it.scale);
+        Floats some = power_of_two(load<Floats>(scores + i) * power - most);
         sums = sums + some;
         store_floats(weights + i, some);
     }
@@ -120,7 +143,7 @@ static INLINE float softmax(const AttentionCall& it, float* scores, int first, i
 
 // Up to 32 query rows of one sequence and key-value head. Row i is a head of a token; both are counted on from
 // `first_query`, heads within tokens.
-template <class Type, bool TILES>
+template <class Type>
 struct QueryBlock {
     static constexpr int PER = PER_UNIT<Type>;
 
@@ -132,6 +155,7 @@ struct QueryBlock {
     const int32_t* table;
     int first, end;  // positions that any of the rows looks at; the first of a tile
     int num_tiles, width;
+    int stride;  // of scores: an odd number of cache lines, lest rows want the same places in the cache
     size_t row_units, tile_units;
     bool in_place;  // tiles lie in the cache as products read them
 
@@ -147,6 +171,7 @@ struct QueryBlock {
         end = end_of(count - 1);
         width = padded_to_tile(end - first);
         num_tiles = width / TILE;
+        stride = (num_tiles | 1) * TILE;
         row_units = head_dim / PER;
         tile_units = TILE * row_units;
         in_place = it.block_size % TILE == 0;
@@ -158,17 +183,19 @@ struct QueryBlock {
     int begin_of(int i) const { return std::max(0, end_of(i) - it.window); }
     int held_by(int tile) const { return std::min(TILE, end - first - tile * TILE); }
 
-    const uint32_t* tile_in(const void* cache, int tile) const {
+    const uint32_t* tile_in(const void* cache, int tile) const { return tile_in(cache, tile, head); }
+    const uint32_t* tile_in(const void* cache, int tile, int kv_head) const {
         int position = first + tile * TILE;
-        size_t block = (size_t)table[position / it.block_size] * it.num_kv_heads + head;
+        size_t block = (size_t)table[position / it.block_size] * it.num_kv_heads + kv_head;
         return (const uint32_t*)((const Type*)cache + (block * it.block_size + position % it.block_size) * head_dim);
     }
 
-    // Values are wanted when the weights are known: fetched meanwhile, as many as the cache holds.
-    void fetch_values() const {
-        for (int tile = 0; in_place && tile < std::min(num_tiles, 32); tile++)
-            for (size_t line = 0; line < tile_units; line += LANES)
-                __builtin_prefetch(tile_in(it.values, tile) + line);
+    // The beginnings of runs that will be read: from there on the processor fetches by itself.
+    void fetch(const void* cache, int kv_head) const {
+        if (!in_place) return;
+        for (int tile = 0; tile < std::min(num_tiles, FETCHED_TILES); tile++)
+            for (int line = 0; line < FETCHED_LINES; line++)
+                __builtin_prefetch(tile_in(cache, tile, kv_head) + line * LANES, 0, 2);
     }
 
     void take_queries() {
@@ -187,7 +214,7 @@ struct QueryBlock {
     }
 
     void score() {
-        grow(room.scores, (size_t)count * width);
+        grow(room.scores, (size_t)count * stride);
         grow(room.key_panels, 2 * tile_units);
         for (int tile = 0; tile < num_tiles; tile += 2) {
             const uint32_t* panel = key_panel(tile, 0);
@@ -196,14 +223,14 @@ struct QueryBlock {
             by_keys.a = room.query.data(), by_keys.a_stride = row_units;
             by_keys.segments = &panel, by_keys.num_segments = 1, by_keys.segment_units = (int)row_units;
             by_keys.b_stride = LANES, by_keys.second_panel = is_pair ? key_panel(tile + 1, 1) - panel : 0;
-            by_keys.c = room.scores.data() + tile * TILE, by_keys.c_stride = width;
-            is_pair ? product<Type, 2, TILES>(by_keys, count) : product<Type, 1, TILES>(by_keys, count);
+            by_keys.c = room.scores.data() + tile * TILE, by_keys.c_stride = stride;
+            is_pair ? product<Type, 2>(by_keys, count) : product<Type, 1>(by_keys, count);
         }
     }
 
     void weigh(float* sums) {
         for (int i = 0; i < count; i++)
-            sums[i] = softmax<Type>(it, room.scores.data() + (size_t)i * width, first, width, begin_of(i), end_of(i));
+            sums[i] = softmax<Type>(it, room.scores.data() + (size_t)i * stride, first, width, begin_of(i), end_of(i));
     }
 
     void find_values() {
@@ -215,7 +242,10 @@ struct QueryBlock {
                 continue;
             }
             uint32_t* copy = room.value_tiles.data() + (in_place ? 0 : tile * tile_units);
-            copy_values(it, table, head, first + tile * TILE, held_by(tile), (Type*)copy);
+            if (in_place)
+                copy_held_values<Type>(tile_in(it.values, tile), head_dim, held_by(tile), copy);
+            else
+                copy_values(it, table, head, first + tile * TILE, held_by(tile), (Type*)copy);
             room.tiles[tile] = copy;
         }
     }
@@ -224,13 +254,13 @@ struct QueryBlock {
         grow(room.output, (size_t)count * head_dim);
         for (int column = 0; column < head_dim; column += 2 * LANES) {
             Operands by_values;
-            by_values.a = (const uint32_t*)room.scores.data(), by_values.a_stride = width;
+            by_values.a = (const uint32_t*)room.scores.data(), by_values.a_stride = stride;
             by_values.segments = room.tiles.data(), by_values.num_segments = num_tiles;
             by_values.segment_units = TILE / PER;
             by_values.b_stride = head_dim, by_values.second_panel = LANES;
             by_values.c = room.output.data() + column, by_values.c_stride = head_dim;
             bool is_pair = column + LANES < head_dim;
-            is_pair ? product<Type, 2, TILES>(by_values, count) : product<Type, 1, TILES>(by_values, count);
+            is_pair ? product<Type, 2>(by_values, count) : product<Type, 1>(by_values, count);
             for (int tile = 0; tile < num_tiles; tile++) room.tiles[tile] += 2 * LANES;
         }
     }
@@ -243,11 +273,13 @@ struct QueryBlock {
         }
     }
 
-    void attend() {
+    // `is_last`: this thread does not go on with the next head.
+    void attend(bool is_last) {
         float sums[MOST_ROWS];
-        fetch_values();
+        fetch(it.values, head);
         take_queries();
         score();
+        if (!is_last) fetch(it.keys, head + 1);
         weigh(sums);
         find_values();
         combine();
@@ -255,15 +287,20 @@ struct QueryBlock {
     }
 };
 
-template <class Type, bool TILES>
+template <class Type>
 static void attend(const AttentionCall& it) {
     static thread_local Room room;
     int num_blocks = it.first_block[it.num_rows];
-    pool().run(num_blocks * it.num_kv_heads, [&](int chunk) {
-        int block = chunk / it.num_kv_heads;
+    // A sequence's heads are one thread's where there are chunks enough: it knows what it will read next.
+    int heads = std::clamp(num_blocks * it.num_kv_heads / (8 * pool().num_threads()), 1, it.num_kv_heads);
+    while (it.num_kv_heads % heads) heads--;
+    int chunks_per_block = it.num_kv_heads / heads;
+    pool().run(num_blocks * chunks_per_block, [&](int chunk) {
+        int block = chunk / chunks_per_block, first_head = chunk % chunks_per_block * heads;
         int row = std::upper_bound(it.first_block, it.first_block + it.num_rows, block) - it.first_block - 1;
         int first_query = (block - it.first_block[row]) * MOST_ROWS;
-        QueryBlock<Type, TILES>(it, room, row, chunk % it.num_kv_heads, first_query).attend();
+        for (int head = first_head, last = first_head + heads - 1; head <= last; head++)
+            QueryBlock<Type>(it, room, row, head, first_query).attend(head == last);
         release_tiles();
     });
 }

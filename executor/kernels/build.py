@@ -21,7 +21,17 @@ import structlog
 
 SOURCES: Final = Path(__file__).parent
 COMPILER: Final = "g++"
-FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi", "-pthread")
+FLAGS: Final = (
+    "-std=c++17",
+    "-O2",
+    "-pipe",
+    "-fno-exceptions",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+    "-pthread",
+)
 BUILD_SECONDS: Final = 120
 """A compiler that has not ended by then never will."""
 

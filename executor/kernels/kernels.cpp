@@ -62,12 +62,7 @@ EXPORT void rotate_store(const RotateCall* call, bool is_bfloat16) {
 }
 
 EXPORT void paged_attention(const AttentionCall* call, bool is_bfloat16) {
-    if (!is_bfloat16)
-        attend<float, false>(*call);
-    else if (HAS_TILES<bfloat16> && call->head_dim % 32 == 0)
-        attend<bfloat16, HAS_TILES<bfloat16>>(*call);
-    else
-        attend<bfloat16, false>(*call);
+    is_bfloat16 ? attend<bfloat16>(*call) : attend<float>(*call);
 }
 
 EXPORT void choose_tokens(const SamplingCall* call) { choose(*call); }

@@ -91,8 +91,7 @@ static INLINE void finish(const LinearCall& it, int finishing, const float* sums
 
 template <class Type, class Out>
 static void linear(const LinearCall& it, int finishing) {
-    constexpr bool TILES = HAS_TILES<Type>;
-    constexpr int BLOCK = TILES ? MOST_ROWS : 2 * REGISTER_ROWS;
+    constexpr int BLOCK = HAS_TILES<Type> ? MOST_ROWS : 2 * REGISTER_ROWS;
     size_t row_bytes = (size_t)it.num_units * 4, panel_units = (size_t)it.num_units * LANES;
     int slab = padded((int)(SLAB_BYTES / row_bytes) + 1, BLOCK);
     int num_slabs = (it.num_rows + slab - 1) / slab;
@@ -111,10 +110,8 @@ static void linear(const LinearCall& it, int finishing) {
             for (int row = first_row; row < end_row; row += BLOCK) {
                 int num_rows = row + BLOCK < end_row ? BLOCK : end_row - row;
                 const uint32_t* a = (const uint32_t*)it.rows + row * a_stride;
-                // The first of several blocks of rows waits for memory once, and has the next pair fetched.
-                ptrdiff_t ahead = row == first_row && num_rows == BLOCK ? 2 * panel_units : 0;
-                product<Type, 2, TILES>(
-                    {a, a_stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums, PAIR, ahead}, num_rows);
+                product<Type, 2>({a, a_stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums, PAIR},
+                                 num_rows);
                 finish<Out>(it, finishing, sums, row, num_rows, pair);
             }
         }

@@ -6,15 +6,14 @@
 // panels are computed together: a row's bits do not depend on its neighbours. That is why rows are never
 // computed in another shape when they are few.
 //
-// With `TILES` the AMX unit computes them. It sums the units of a tile before it adds them to what it has, so
-// its bits are its own: all products of one kind go one way.
+// Where the processor has an AMX unit, that computes bfloat16. It sums the units of a tile before it adds them to
+// what it has, so its bits are its own: all products go one way.
 #pragma once
 
 #include "vector.hpp"
 
 constexpr int MOST_ROWS = 32;   // of a product
 constexpr int MOST_PANELS = 2;  // of a product
-constexpr int TILE_UNITS = 16;  // units that a tile sums at once: 32 numbers
 
 // The sum may run over several *segments* of as many units each, whose panels lie anywhere (the blocks of a KV
 // cache); in `a` they follow each other.
@@ -28,7 +27,6 @@ struct Operands {
     int segment_units;
     float* c;
     size_t c_stride;                  // floats from row to row
-    ptrdiff_t ahead = 0;              // units from a panel to the one to fetch meanwhile; none where 0
 };
 
 #ifdef __AVX512F__
@@ -118,9 +116,6 @@ static INLINE void tile_block(const Operands& it, int units_per_tile) {
     for (int segment = 0; segment < it.num_segments; segment++) {
         const uint32_t* b = it.segments[segment];
         for (int unit = 0; unit < it.segment_units; unit += units_per_tile) {
-            if (it.ahead)
-                for (int line = 0; line < 16 * PANELS; line++)
-                    _mm_prefetch(b + it.ahead + (line / 16) * it.second_panel + line % 16 * LANES, _MM_HINT_T1);
             _tile_loadd(6, b, b_bytes);
             _tile_loadd(4, upper_a, a_bytes);
             _tile_dpbf16ps(0, 4, 6);
@@ -145,7 +140,7 @@ static INLINE void tile_block(const Operands& it, int units_per_tile) {
 
 template <int PANELS>
 static INLINE void tile_product(const Operands& it, int num_rows) {
-    int units_per_tile = it.segment_units < TILE_UNITS ? it.segment_units : TILE_UNITS;
+    int units_per_tile = it.segment_units % 16 ? 8 : 16;  // as much as a tile holds
     set_tiles(num_rows, units_per_tile);
     if (num_rows > 16)
         tile_block<PANELS, true>(it, units_per_tile);
@@ -165,11 +160,11 @@ template <class Type>
 constexpr bool HAS_TILES = false;
 #endif
 
-// At most MOST_ROWS rows. `TILES` needs segments of a multiple of sixteen units, or of eight.
-template <class Type, int PANELS, bool TILES>
+// At most MOST_ROWS rows, and segments of a multiple of eight units.
+template <class Type, int PANELS>
 static INLINE void product(const Operands& it, int num_rows) {
 #ifdef __AMX_TILE__
-    if constexpr (TILES) return tile_product<PANELS>(it, num_rows);
+    if constexpr (HAS_TILES<Type>) return tile_product<PANELS>(it, num_rows);
 #endif
     vector_product<Type, PANELS>(it, num_rows);
 }

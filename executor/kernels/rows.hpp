@@ -9,6 +9,8 @@
 // Where the block size is no multiple, the last panel (the last unit) is as much narrower.
 #pragma once
 
+#include <algorithm>
+
 #include "pool.hpp"
 
 constexpr int MOST_HEAD_DIM = 512;
@@ -43,12 +45,15 @@ static INLINE float root_mean_square_scale(const Type* numbers, int count, float
     return 1.0f / __builtin_sqrtf(sum_of_lanes(squares) / (float)count + eps);
 }
 
-constexpr int ROWS_PER_CHUNK = 8;
+constexpr int MOST_ROWS_PER_CHUNK = 128;
 
+// Neighbours go together: tokens of one KV block write the same lines of the cache.
 template <class Work>
 static void for_rows(int num_rows, const Work& work) {
-    pool().run((num_rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, [&](int chunk) {
-        for (int row = chunk * ROWS_PER_CHUNK; row < num_rows && row < (chunk + 1) * ROWS_PER_CHUNK; row++) work(row);
+    int chunks = 2 * pool().num_threads();
+    int rows = std::clamp((num_rows + chunks - 1) / chunks, 1, MOST_ROWS_PER_CHUNK);
+    pool().run((num_rows + rows - 1) / rows, [&](int chunk) {
+        for (int row = chunk * rows; row < num_rows && row < (chunk + 1) * rows; row++) work(row);
     });
 }
 
@@ -112,25 +117,33 @@ static INLINE void rotated(const Type* head, const float* norm, float eps, const
 template <class Type>
 static void rotate_and_store(const RotateCall& it) {
     int head_dim = it.head_dim, block_size = it.block_size;
-    size_t run = (size_t)block_size * head_dim;
     for_rows(it.num_tokens, [&](int token) {
+        size_t block = it.slots[token] / block_size;
+        int offset = it.slots[token] % block_size;
+        Places to_keys = key_places<Type>(offset, head_dim, block_size);
+        Places to_values = value_places<Type>(offset, head_dim, block_size);
+        auto run_in = [&](void* cache, int kv_head) {
+            return (Type*)cache + (block * it.num_kv_heads + kv_head) * block_size * head_dim;
+        };
+        // The lines to be written come from memory while the queries are turned.
+        for (int i = 0; i < it.num_kv_heads; i++) {
+            const Type *keys = run_in(it.keys, i) + to_keys.begin, *values = run_in(it.values, i) + to_values.begin;
+            for (int n = 0; n < head_dim; n += PER_UNIT<Type>) __builtin_prefetch(keys + n / PER_UNIT<Type> * to_keys.step, 1);
+            for (int n = 0; n < head_dim; n += LANES) __builtin_prefetch(values + n * to_values.step, 1);
+        }
         const Type* head = (const Type*)it.qkv + token * it.qkv_stride;
         const float* angles = it.rope + it.positions[token] * head_dim;
         Type* query = (Type*)it.query + token * it.query_stride;
         for (int i = 0; i < it.num_heads; i++, head += head_dim, query += head_dim)
             rotated(head, it.query_norm, it.query_eps, angles, head_dim, query);
-        size_t block = it.slots[token] / block_size;
-        int offset = it.slots[token] % block_size;
-        Places to_keys = key_places<Type>(offset, head_dim, block_size);
-        Places to_values = value_places<Type>(offset, head_dim, block_size);
         Type turned[MOST_HEAD_DIM];
         for (int i = 0; i < it.num_kv_heads; i++, head += head_dim) {
             rotated(head, it.key_norm, it.key_eps, angles, head_dim, turned);
-            Type* to = (Type*)it.keys + (block * it.num_kv_heads + i) * run + to_keys.begin;
+            Type* to = run_in(it.keys, i) + to_keys.begin;
             for (int n = 0; n < head_dim; n += PER_UNIT<Type>, to += to_keys.step) memcpy((void*)to, turned + n, 4);
         }
         for (int i = 0; i < it.num_kv_heads; i++, head += head_dim) {
-            Type* to = (Type*)it.values + (block * it.num_kv_heads + i) * run + to_values.begin;
+            Type* to = run_in(it.values, i) + to_values.begin;
             for (int n = 0; n < head_dim; n++, to += to_values.step) *to = head[n];
         }
     });

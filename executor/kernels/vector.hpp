@@ -138,22 +138,23 @@ INLINE Part multiply_add<bfloat16>(Part sums, uint32_t left, PartUnits right) {
 #endif
 }
 
-// Always in the same order: the bits must not depend on who asks.
+// Lanes folded in halves: the upper onto the lower, until one is left. Always in this order: the bits must not
+// depend on who asks.
+template <class Fold>
+static INLINE float folded(Floats values, const Fold& fold) {
+    values = fold(values, __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1));
+    values = fold(values, __builtin_shufflevector(values, values, 4, 5, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    values = fold(values, __builtin_shufflevector(values, values, 2, 3, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    values = fold(values, __builtin_shufflevector(values, values, 1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    return values[0];
+}
+
 static INLINE float sum_of_lanes(Floats values) {
-    float lanes[LANES];
-    store(lanes, values);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
-    return lanes[0];
+    return folded(values, [](Floats lower, Floats upper) { return lower + upper; });
 }
 
 static INLINE float max_of_lanes(Floats values) {
-    float lanes[LANES];
-    store(lanes, values);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; lane++)
-            lanes[lane] = lanes[lane] > lanes[lane + width] ? lanes[lane] : lanes[lane + width];
-    return lanes[0];
+    return folded(values, [](Floats lower, Floats upper) { return lower > upper ? lower : upper; });
 }
 
 // e to the power of `values`, none of them above 88, to about one unit in the last place; below -87 it is zero.
@@ -176,6 +177,26 @@ static INLINE Floats exponential(Floats values) {
     Floats result = (Floats)((Integers)sum + ((Integers)shifted << 23));
     Floats otherwise = values <= lowest ? Floats{} : values;
     return values > lowest ? result : otherwise;
+}
+
+constexpr float LOG2_E = 1.44269504088896341f;
+
+// Two to the power of `values`, none of them above 1, to about one unit in the last place; below -125 it is zero.
+// A NaN stays one. What is left of a whole power goes into a polynomial: the best of fifth degree.
+static INLINE Floats power_of_two(Floats values) {
+    const float magic = 12582912.0f;
+    Floats lowest = broadcast(-125.0f);
+    Floats bounded = values < lowest ? lowest : values;
+    Floats shifted = bounded + magic;
+    Floats rest = bounded - (shifted - magic);
+    Floats sum = broadcast(1.326472731e-3f);
+    sum = sum * rest + 9.671512991e-3f;
+    sum = sum * rest + 5.550733581e-2f;
+    sum = sum * rest + 2.402224243e-1f;
+    sum = sum * rest + 6.931470037e-1f;
+    sum = sum * rest + 1.0f;
+    Floats result = (Floats)((Integers)sum + ((Integers)shifted << 23));
+    return values < lowest ? Floats{} : result;
 }
 
 static INLINE Floats at_most(Floats values, float limit) {

@@ -13,7 +13,7 @@ from unittest import mock
 
 from executor import session as executor_sessions
 from router import scheduler_session as router_sessions
-from scheduler import blocks, core, door, executor_session, lease, prefix_cache, router_session
+from scheduler import blocks, core, door, executor_session, lease, prefix_cache, room, router_session
 from scheduler import plan as plans
 from scheduler.sequence import Sequence
 
@@ -174,9 +174,9 @@ def _recomputes_the_prompt_alone(_: Any) -> Any:
 
 
 def _preempts_with_results_out(make_room: Any) -> Any:
-    def broken(self: core.SchedulerCore, state: Any) -> Any:
+    def broken(scheduler: core.SchedulerCore, state: Any) -> Any:
         with mock.patch.object(executor_session.ExecutorSession, "num_unanswered", 0):
-            return make_room(self, state)
+            return make_room(scheduler, state)
 
     return broken
 
@@ -295,8 +295,8 @@ MUTATIONS = (
     Mutation("the output is not recomputed", Sequence, "forget_computed", _recomputes_the_prompt_alone, 1),
     Mutation(
         "somebody is preempted with a result out",
-        core.SchedulerCore,
-        "_make_room",
+        room,
+        "make_room",
         _preempts_with_results_out,
         40,
     ),

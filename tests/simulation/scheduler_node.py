@@ -63,9 +63,9 @@ class WatchedCore(SchedulerCore):
     def watch(self) -> None:
         self._given_up: dict[tuple[str, int, int], int] = {}  # executor, epoch, seq_id: newest plan then
 
-    def _preempt(self, state: ExecutorState, seq: Seq, why: str) -> None:
+    def preempt(self, state: ExecutorState, seq: Seq, why: str) -> None:
         assert not state.session.unanswered, f"{seq.request.request_id} is preempted with a result out"
-        super()._preempt(state, seq, why)
+        super().preempt(state, seq, why)
 
     def cancel(self, key: bytes, reason: FinishReason, now: float) -> Seq | None:
         seq = self.sequences.get(key)

@@ -1,0 +1,94 @@
+"""Who must give up a seat or blocks before the next plan is made, so that others get on. Pure.
+
+Every function answers whether the plan may be made now: False when results must come in first. Token logs
+must be complete before anyone is taken off (rule 3), and one bubble is cheaper than a needless victim.
+"""
+
+from typing import TYPE_CHECKING
+
+from scheduler import draining, entrance, placement, policy
+from scheduler.batching import Batching
+from scheduler.executor_state import ExecutorState
+from scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from scheduler.core import SchedulerCore
+
+
+def make_room(core: "SchedulerCore", state: ExecutorState) -> bool:
+    """Preempts until every decoding sequence can grow.
+
+    When nobody may be preempted, those left without a block are put off while the newcomers win their first
+    token.
+    """
+    while True:
+        short = sum(seq.needs_block for seq in state.running.values()) - state.blocks.num_free
+        if short <= 0:
+            return True
+        if state.session.num_unanswered:
+            return False
+        seq = policy.victim(state.running.values(), state.recompute_tokens, state.num_freed)
+        if seq is None:
+            return True
+        _preempt_for_blocks(core, state, seq, "blocks ran out")
+
+
+def make_room_within(core: "SchedulerCore", state: ExecutorState) -> bool:
+    """Preempts one of each tenant that its own block limit keeps from growing.
+
+    One at a time is enough: it held a block at least, and those left want one each. The last one left to
+    a tenant is not held to its limit, so somebody always gets on.
+    """
+    if state.session.num_unanswered:
+        return False
+    for tenant in state.crowded:
+        members = [seq for seq in state.running.values() if seq.tenant is tenant]
+        seq = policy.victim(members, state.recompute_tokens, lambda seq: len(seq.block_table))
+        if seq is not None and not tenant.may_grow:
+            _preempt_for_blocks(core, state, seq, f"tenant {tenant.name!r} is at its own block limit")
+    state.crowded = {}
+    return True
+
+
+def _preempt_for_blocks(core: "SchedulerCore", state: ExecutorState, seq: Sequence, why: str) -> None:
+    if not seq.is_padding:
+        core.counters.preemptions += 1
+        seq.num_preemptions += 1
+    core.preempt(state, seq, why)
+
+
+def make_way(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
+    """Displaces the less important for the next one who waits."""
+    if core.batching is not Batching.ITERATION or state.is_draining:
+        return True
+    least = state.least_important
+    head = core.waiting.peek(now) if least is not None else None
+    if head is None or least is None or head.request.priority >= least:
+        return True
+    if head.max_len > state.max_total_tokens or any(
+        placement.could_take(other, head) for other in core.executors.values() if other is not state
+    ):
+        return True  # another executor has room for it
+    if core.inquiry and core.inquiry.may_enter(core, state, now) is not None:
+        return True  # it could not enter
+    chosen = entrance.who_makes_way(core, state, head)
+    if chosen and state.session.num_unanswered:
+        return False
+    for seq in chosen:
+        core.counters.displacements += 1
+        seq.num_displacements += 1
+        core.preempt(state, seq, f"made way for {head.request.request_id}")
+        state.made_way_for = head  # though what was given back may let another one come before it
+    return True
+
+
+def move_away(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
+    """Gives those that it will not finish to the others."""
+    movers = draining.who_must_move(core, state, now)
+    if movers and state.session.num_unanswered:
+        return False
+    for seq in movers:
+        seq.is_recovering = True
+        core.counters.recoveries += 1
+        core.preempt(state, seq, "its executor is going away")
+    return True
