@@ -78,7 +78,7 @@ class LateEpochWork:
         self.table = table
         self.is_over = False
         """Set from outside when the epoch has ended: plans still waiting are not run."""
-        pipeline.forget()
+        self._has_begun = False
 
     def execute(self, plan: BatchPlan) -> Later[Outcome]:
         """Launch one plan. What goes wrong is raised when it is finished, behind the plans before."""
@@ -102,6 +102,10 @@ class LateEpochWork:
 
     def _launched(self, plan: BatchPlan) -> _Step:
         start = self._clock_ns()
+        if not self._has_begun:
+            # Not where the epoch is opened: until now the device's thread may have run another one.
+            self._pipeline.forget()
+            self._has_begun = True
         rows = self.table.apply(plan)
         batch = build_inputs(rows, self._runner.block_size) if rows else None
         flight = self.table.advance(plan)
