@@ -16,7 +16,7 @@ from executor.attention.flash3 import Flash3Attention
 from executor.captured import captured_sizes, padded
 from executor.inputs import StepBatch, StepInputs, build_inputs
 from executor.runner import ModelRunner
-from executor.sequences import Row, SamplingParams
+from executor.sequences import IN_FLIGHT, Row, SamplingParams
 from tests.executor.late import load_late
 from tests.rig import fake_flash
 from tests.rig.fake_device import FakeDevice, as_one_kernel
@@ -184,3 +184,30 @@ def test_a_back_end_that_works_out_numbers_on_the_host_is_found_by_the_capture(
     assert pipeline._captured is not None
     assert pipeline._captured._result is not None
     assert not pipeline._captured._result[:1].equal(hidden.normed)
+
+
+def test_a_captured_step_is_fed_by_the_step_before_on_the_device(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash.flash_attn_interface())
+    device = FakeDevice()
+    runner = capturing(Flash3Attention, monkeypatch, tiny_folder, device, dtype="bfloat16")
+    contexts(runner, 1)
+    pipeline = runner.pipeline
+    assert pipeline is not None
+    first = pipeline.launch(decode_step([30, 8, 21], 64, 16, 0), lambda: None)
+    # The second step has its rows in another order, one row of the first not at all, and one that is new.
+    batch = decode_step([22, 31, 5], 64, 16, 1)
+    late = replace(
+        batch,
+        inputs=replace(batch.inputs, token_ids=np.array([IN_FLIGHT, IN_FLIGHT, batch.inputs.token_ids[2]])),
+        sampled_seq_ids=[3, 1, 9],
+    )
+    second = pipeline.launch(late, lambda: None)
+    chosen = pipeline.collect(first).sampled.token_ids
+    fed = pipeline.collect(second).sampled
+    assert sum(graph.num_replays for graph in device.graphs) == 2
+    token_ids = np.array([chosen[2], chosen[0], batch.inputs.token_ids[2]])
+    pipeline.forget()
+    known = replace(batch, inputs=replace(batch.inputs, token_ids=token_ids))
+    assert pipeline.collect(pipeline.launch(known, lambda: None)).sampled == fed

@@ -12,7 +12,9 @@ from torch import Tensor
 from executor.attention.base import AttentionBackend, AttentionSpec
 from executor.captured import padded
 from executor.inputs import StepInputs, build_inputs
+from executor.kernels.library import fastest
 from executor.kv_cache import LayerCache
+from executor.operations.cpu import CpuOperations
 from executor.sequences import Row, SamplingParams
 from executor.staging import on_device
 from tests.gpu.machine import Machine
@@ -135,6 +137,47 @@ def attended(
     )
 
 
+def attended_by_kernels(spec: AttentionSpec, kind: Kind) -> float:
+    """The relative error of the CPU's own kernels, whose cache only they can write."""
+    tables, num_blocks = random_tables(kind.lengths, spec.block_size, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    contexts = [torch.randn(seq_len, width, generator=generator) for _, seq_len in kind.lengths]
+    operations = CpuOperations(fastest(torch.get_num_threads()), spec)
+    most = max(seq_len for _, seq_len in kind.lengths)
+    no_turn = torch.tensor([1.0, 0.0])[None, :, None].expand(most, 2, spec.head_dim // 2).contiguous()
+    shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    ours, plain = (
+        LayerCache(*(torch.zeros(shape, dtype=spec.dtype).transpose(1, 2) for _ in range(2)))
+        for _ in range(2)
+    )
+    attended = query = torch.empty(0)
+    inputs = rows_on(tables, kind.lengths, spec.block_size)
+    # First all of the contexts, then their last tokens once more, which are the step that is checked.
+    for lengths in ([(seq_len, seq_len) for _, seq_len in kind.lengths], kind.lengths):
+        step_inputs = rows_on(tables, lengths, spec.block_size)
+        decodes_first = sorted(range(len(lengths)), key=lambda row: lengths[row][0] > 1)
+        qkv = torch.cat([contexts[row][-lengths[row][0] :] for row in decodes_first]).to(spec.dtype)
+        step = operations.prepare(step_inputs)
+        query = operations.rotate_and_store(
+            qkv, step, ours, rope=no_turn, query_norm=None, key_norm=None
+        ).clone()
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        slots = torch.from_numpy(step_inputs.slot_mapping)
+        for side, first in ((plain.keys, spec.num_heads), (plain.values, spec.num_heads + spec.num_kv_heads)):
+            side[slots // spec.block_size, slots % spec.block_size] = heads[
+                :, first : first + spec.num_kv_heads
+            ]
+        attended = operations.attend(query, step, ours, window=None)
+    wanted = expected(query.view(len(query), spec.num_heads, -1), plain, inputs, spec).flatten(1)
+    return float(torch.linalg.norm(attended.double() - wanted) / torch.linalg.norm(wanted))
+
+
+def kernels_error(machine: Machine) -> float:
+    spec = machine.spec(64, 2, 3, 16)
+    return max(attended_by_kernels(spec, kind) for kind in kinds(is_small=True) if not kind.num_padding)
+
+
 def correctness(machine: Machine) -> dict[str, Any]:
     """Every back end beside float64."""
     is_small = not machine.is_gpu
@@ -157,6 +200,10 @@ def correctness(machine: Machine) -> dict[str, Any]:
                     worst[backend.name] = max(worst.get(backend.name, 0.0), error)
                     if not error < TOLERANCE[spec.dtype]:
                         failed.append(f"{name}, unused {unused}: relative error {error:.2e}")
+    if not machine.is_gpu:
+        worst["CPU kernels"] = kernels_error(machine)
+        if not worst["CPU kernels"] < TOLERANCE[torch.float32]:
+            failed.append(f"CPU kernels: relative error {worst['CPU kernels']:.2e}")
     result = {"cases": num_cases, "worst_error": worst, "failed": failed}
     if failed:
         raise WrongError(f"{len(failed)} of {num_cases} cases, the first: {failed[0]}", result)
