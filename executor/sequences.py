@@ -350,7 +350,7 @@ class SequenceTable:
         self._sequences: dict[int, _Sequence] = {}
         self._ghosts: dict[int, _Ghost] = {}
         self._used_seq_ids = _IdSet()
-        self._rows: list[Row] = []
+        self._rows: list[tuple[Row, _Sequence]] = []
         self._errors: list[SequenceError] = []  # of the step between apply and commit
 
     @property
@@ -379,7 +379,7 @@ class SequenceTable:
         self._grow(plan)
         self._check_ceilings(plan)
         self._rows = self._plan_rows(plan)
-        return self._rows
+        return [row for row, _ in self._rows]
 
     def commit(
         self,
@@ -397,12 +397,11 @@ class SequenceTable:
 
     def advance(self, plan: BatchPlan) -> Flight:
         """The plan's rows are on their way: what they compute is computed, and what they sample as known."""
-        rows = [(row, self._sequences[row.seq_id]) for row in self._rows]
-        for row, sequence in rows:
+        for row, sequence in self._rows:
             sequence.num_computed_tokens += len(row.token_ids)
             if row.output_index is not None:
                 sequence.token_ids.append(IN_FLIGHT)
-        flight = Flight(plan.step_id, plan.epoch, rows, self._errors)
+        flight = Flight(plan.step_id, plan.epoch, self._rows, self._errors)
         self._rows, self._errors = [], []
         return flight
 
@@ -570,8 +569,8 @@ class SequenceTable:
         if len(set(plan.seq_ids)) != len(plan.seq_ids):
             raise PlanError("a sequence has two rows in one plan; each may have one")
 
-    def _plan_rows(self, plan: BatchPlan) -> list[Row]:
-        rows: list[Row] = []
+    def _plan_rows(self, plan: BatchPlan) -> list[tuple[Row, _Sequence]]:
+        rows: list[tuple[Row, _Sequence]] = []
         positions_sum = 0
         for seq_id, num_tokens in zip(plan.seq_ids, plan.num_tokens, strict=True):
             if num_tokens < 1:
@@ -586,7 +585,7 @@ class SequenceTable:
             if sequence.token_ids[-1] == IN_FLIGHT and sequence.is_at_its_end:
                 sequence.num_computed_tokens += num_tokens  # a ghost's as soon as its step settles
                 continue
-            rows.append(self._row(seq_id, sequence, num_tokens))
+            rows.append((self._row(seq_id, sequence, num_tokens), sequence))
         if positions_sum != plan.positions_sum:
             raise PlanError(
                 f"positions_sum is {plan.positions_sum} in the plan and {positions_sum} here: "

@@ -48,6 +48,12 @@ def unfit(spec: AttentionSpec, least_capability: int) -> str | None:
     return None
 
 
-def window_size(window: int | None) -> tuple[int, int]:
-    """How the packages are told: tokens to the left and to the right, -1 for all."""
-    return (-1, -1) if window is None else (window - 1, 0)
+def wanted_arguments(spec: AttentionSpec) -> tuple[str, ...]:
+    """Arguments that only some models need: older packages lack them."""
+    return ("window_size",) * spec.has_window + ("softcap",) * (spec.soft_cap is not None)
+
+
+def mask_options(spec: AttentionSpec, window: int | None) -> dict[str, Any]:
+    """What of `wanted_arguments` a layer is called with; a window is tokens to the left and to the right."""
+    options: dict[str, Any] = {} if window is None else {"window_size": (window - 1, 0)}
+    return options if spec.soft_cap is None else options | {"softcap": spec.soft_cap}

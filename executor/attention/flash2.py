@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from executor.attention.base import AttentionMetadata, AttentionSpec, metadata_of, write_slots
-from executor.attention.flash import function, missing, unfit, window_size
+from executor.attention.flash import function, mask_options, missing, unfit, wanted_arguments
 from executor.attention.splits import num_splits
 from executor.inputs import StepInputs
 from executor.kv_cache import LayerCache
@@ -22,13 +22,12 @@ MODULE: Final = "flash_attn"
 BLOCK_MULTIPLE: Final = 256
 DECODE: Final = "flash_attn_with_kvcache"
 DECODE_ARGUMENTS: Final = (
-    *("q", "k_cache", "v_cache", "cache_seqlens", "block_table", "softmax_scale", "causal"),
-    *("window_size", "softcap", "num_splits"),
+    *("q", "k_cache", "v_cache", "cache_seqlens", "block_table", "softmax_scale", "causal", "num_splits"),
 )
 RAGGED: Final = "flash_attn_varlen_func"
 RAGGED_ARGUMENTS: Final = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
-    *("softmax_scale", "causal", "window_size", "softcap", "block_table"),
+    *("softmax_scale", "causal", "block_table"),
 )
 
 
@@ -54,7 +53,10 @@ class Flash2Attention:
             return refusal
         if spec.block_size % BLOCK_MULTIPLE:
             return f"block_size {spec.block_size} is not a multiple of {BLOCK_MULTIPLE}"
-        return missing(MODULE, DECODE, DECODE_ARGUMENTS) or missing(MODULE, RAGGED, RAGGED_ARGUMENTS)
+        wanted = wanted_arguments(spec)
+        return missing(MODULE, DECODE, (*DECODE_ARGUMENTS, *wanted)) or missing(
+            MODULE, RAGGED, (*RAGGED_ARGUMENTS, *wanted)
+        )
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -88,9 +90,8 @@ class Flash2Attention:
                 block_table=metadata.block_tables,
                 softmax_scale=spec.scale,
                 causal=True,
-                window_size=window_size(window),
-                softcap=spec.soft_cap or 0.0,
                 num_splits=plan.num_splits,
+                **mask_options(spec, window),
             )
             return decoded.squeeze(1)
         output: Tensor = self._attend_ragged(
@@ -103,8 +104,7 @@ class Flash2Attention:
             max_seqlen_k=metadata.max_seq_len,
             softmax_scale=spec.scale,
             causal=True,
-            window_size=window_size(window),
-            softcap=spec.soft_cap or 0.0,
             block_table=metadata.block_tables,
+            **mask_options(spec, window),
         )
         return output

@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor
 
 from executor.attention.base import AttentionMetadata, AttentionSpec, metadata_of, write_slots
-from executor.attention.flash import function, missing, unfit, window_size
+from executor.attention.flash import function, mask_options, missing, unfit, wanted_arguments
 from executor.attention.splits import num_splits
 from executor.inputs import StepInputs
 from executor.kv_cache import LayerCache
@@ -19,7 +19,7 @@ MODULE: Final = "flash_attn_interface"
 FUNCTION: Final = "flash_attn_with_kvcache"
 ARGUMENTS: Final = (
     *("q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q"),
-    *("softmax_scale", "causal", "window_size", "softcap", "num_splits"),
+    *("softmax_scale", "causal", "num_splits"),
 )
 HEURISTIC: Final = 0
 """Of splits: the package chooses, by the lengths. Not for what is captured."""
@@ -35,7 +35,9 @@ class Flash3Attention:
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
         """What it needs: Hopper, a half type, the package."""
-        return unfit(spec, least_capability=9) or missing(MODULE, FUNCTION, ARGUMENTS)
+        return unfit(spec, least_capability=9) or missing(
+            MODULE, FUNCTION, (*ARGUMENTS, *wanted_arguments(spec))
+        )
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -63,8 +65,7 @@ class Flash3Attention:
             max_seqlen_q=metadata.max_query_len,
             softmax_scale=self.spec.scale,
             causal=True,
-            window_size=window_size(window),
-            softcap=self.spec.soft_cap or 0.0,
             num_splits=metadata.plan,
+            **mask_options(self.spec, window),
         )
         return output

@@ -1,6 +1,7 @@
 """The adapters of both flash-attn packages, against fakes that demand what the packages do."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -123,9 +124,30 @@ def test_an_old_package_is_refused_by_its_signature(packages: dict[str, ModuleTy
         raise AssertionError
 
     packages["flash_attn"].flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
-    refusal = Flash2Attention.refusal(on_cuda())
-    assert refusal is not None
-    assert "does not know block_table, window_size, softcap, num_splits" in refusal
+    assert "does not know block_table, num_splits" in (Flash2Attention.refusal(on_cuda()) or "")
+
+
+def test_a_package_without_windows_and_soft_caps_serves_models_without_them(
+    packages: dict[str, ModuleType],
+) -> None:
+    known = packages["flash_attn_interface"].flash_attn_with_kvcache
+
+    def flash_attn_with_kvcache(  # type: ignore[no-untyped-def]  # noqa: ANN202
+        q, k_cache, v_cache, cache_seqlens=None, page_table=None, cu_seqlens_q=None, max_seqlen_q=None,  # noqa: ANN001
+        softmax_scale=None, causal=False, num_splits=0,  # noqa: ANN001
+    ):  # fmt: skip
+        return known(
+            q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table,
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale,
+            causal=causal, num_splits=num_splits,
+        )  # fmt: skip
+
+    packages["flash_attn_interface"].flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    assert Flash3Attention.refusal(on_cuda()) is None
+    wanted = spec(dtype=torch.bfloat16)
+    run(wanted, [(1, 20), (3, 9)], np.random.default_rng(0), backend=Flash3Attention(wanted))
+    assert "does not know softcap" in (Flash3Attention.refusal(on_cuda(soft_cap=30.0)) or "")
+    assert "does not know window_size" in (Flash3Attention.refusal(replace(on_cuda(), has_window=True)) or "")
 
 
 def test_a_package_that_is_not_there_or_broken_is_refused_with_its_reason(
