@@ -50,8 +50,11 @@ class Decoder:
 
     def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Hidden:
         """Everything but the output head."""
+        return self.layers(self._operations.prepare(inputs), kv_cache)
+
+    def layers(self, step: StepTensors, kv_cache: KVCache) -> Hidden:
+        """The same, of a step that is on the device."""
         config, operations, weights = self._config, self._operations, self._weights
-        step = operations.prepare(inputs)
         # Each layer is followed by the norm that the next one, or the output head, reads.
         norms = [*(layer.attention_norm for layer in weights.layers), weights.final_norm]
         hidden = operations.embed(step, weights.embeddings, config.embedding_scale)
