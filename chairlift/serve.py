@@ -55,6 +55,9 @@ class ServeSettings(Settings):
     num_blocks: int | None = Field(default=None, description="KV blocks.")
     block_size: int | None = Field(default=None, description="Tokens in a KV block.")
     num_threads: int | None = Field(default=None, description="Threads of the executor's computation.")
+    tensor_parallel: int | None = Field(
+        default=None, description="Processes of the executor, which share the model out among them."
+    )
     max_num_seqs: int | None = Field(default=None, description="Most sequences in a batch.")
     max_num_batched_tokens: int | None = Field(default=None, description="Most tokens in one step.")
     max_step_ms: float | None = Field(default=None, description="Longest step while anything decodes, ms.")
@@ -125,6 +128,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "num_blocks": ("executor", "scheduler"),
     "block_size": ("executor",),
     "num_threads": ("executor",),
+    "tensor_parallel": ("executor",),
     "max_num_seqs": ("executor", "scheduler"),
     "max_num_batched_tokens": ("executor", "scheduler"),
     "max_step_ms": ("scheduler",),

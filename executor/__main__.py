@@ -1,34 +1,45 @@
-"""Starts an executor: `python -m executor --model PATH --listen HOST:PORT|unix:PATH`."""
+"""Starts an executor: `python -m executor --model PATH --listen HOST:PORT|unix:PATH`.
 
+Where the model is shared out, this is one of its ranks: the first one serves, the others follow it.
+"""
+
+import asyncio
 import os
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 from executor.config import ExecutorSettings
 from executor.device import Runner
+from executor.parallel.follower import follow
+from executor.parallel.followers import Followers
+from executor.parallel.place import Place, place_of
 from executor.servicer import serve
 from rpc import log, settings
 from rpc.errors import StartError
 from rpc.server import main
 
+if TYPE_CHECKING:  # it imports torch
+    from executor.parallel.group import Group
+    from executor.parallel.ranks import Ranks
+    from executor.runner import ModelRunner
+
 PROG = "chairlift executor"
 
 
-def load_runner(config: ExecutorSettings) -> Runner:
-    """The model on its device. Imports torch: called on the device's thread, after the port is open.
+def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "ModelRunner":
+    """The model on its device, or this rank's shard. Imports torch: call it after the port is open.
 
     Raises StartError when the model cannot be served.
     """
-    # Read when torch loads its OpenMP: threads that spin while they wait would take the cores from router and
-    # scheduler, and from each other as soon as anything else runs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from executor.model import ModelError
     from executor.runner import ModelRunner
 
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    num_sharers = 1 if ranks is None else ranks.num_sharers
+    if config.num_threads is not None or num_sharers > 1:
+        torch.set_num_threads(max(1, (config.num_threads or torch.get_num_threads()) // num_sharers))
     try:
         return ModelRunner.load(
             config.model,
@@ -40,35 +51,86 @@ def load_runner(config: ExecutorSettings) -> Runner:
             token_budget=config.token_budget,
             attention=config.attention,
             memory_utilization=config.gpu_memory_utilization,
+            ranks=ranks,
         )
     except ModelError as error:
         raise StartError(str(error)) from error
 
 
+def group_of(config: ExecutorSettings, place: Place) -> "Group":
+    """The ranks as a group, still to be met. Raises StartError when there is no such device."""
+    from executor.model import ModelError
+    from executor.parallel.group import Group
+    from executor.runner import checked_device
+
+    try:
+        return Group(place, checked_device(config.device).type)
+    except ModelError as error:
+        raise StartError(str(error)) from error
+
+
+def follow_first_rank(config: ExecutorSettings, place: Place) -> None:
+    """Load this rank's shard and make steps with it. Raises StartError or RankLostError."""
+    ranks = group_of(config, place)
+    # Not before the first rank has found that the model can be shared out: one refusal is enough.
+    ranks.meet()
+    load_runner(config, ranks).follow()
+    ranks.end()
+
+
 async def run() -> int:
-    """Reads the settings and serves; returns the exit code."""
+    """Reads the settings and serves, or follows the rank that does; returns the exit code."""
     config = settings.load(ExecutorSettings, sys.argv[1:], prog=PROG)
-    log.configure("executor", fmt=config.log_format, level=config.log_level)
-    is_device_busy = False
-
-    def leave_device() -> None:
-        nonlocal is_device_busy
-        is_device_busy = True
-
-    code = await serve(
-        config,
-        partial(load_runner, config),
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.token_budget,
-        max_window=config.window,
-        on_device_busy=leave_device,
-    )
+    place = place_of(config.tensor_parallel, os.environ)
+    name = "executor" if place.rank == 0 else f"executor rank {place.rank}"
+    log.configure(name, fmt=config.log_format, level=config.log_level)
+    # Read when torch loads its OpenMP: threads that spin while they wait would take the cores from router and
+    # scheduler, and from each other as soon as anything else runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if place.rank > 0:
+        return follow(place, partial(follow_first_rank, config, place))
+    code, is_device_busy = await serve_first_rank(config, place)
     if is_device_busy:
         # Python would unwind the thread from inside of torch, which ends the process with an abort.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+async def serve_first_rank(config: ExecutorSettings, place: Place) -> tuple[int, bool]:
+    """Serve, with the other ranks if there are any; the exit code, and whether the device is still busy."""
+    loop = asyncio.get_running_loop()
+    group: Group | None = None
+    is_device_busy = False
+
+    def leave_device() -> None:
+        nonlocal is_device_busy
+        is_device_busy = True
+
+    async with Followers(place, sys.argv[1:]) as followers:
+
+        def load() -> Runner:
+            nonlocal group
+            if place.size == 1:
+                return load_runner(config)
+            group = group_of(config, followers.place)
+            runner = load_runner(config, group)
+            group.begin_pulse(lambda lost: loop.call_soon_threadsafe(followers.lose, lost))
+            return runner
+
+        code = await serve(
+            config,
+            load,
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.token_budget,
+            max_window=config.window,
+            on_device_busy=leave_device,
+            watch=followers.watch,
+        )
+        if group is not None and not is_device_busy:
+            group.end()
+    return code, is_device_busy
 
 
 if __name__ == "__main__":

@@ -50,7 +50,18 @@ class ExecutorSettings(ServiceSettings):
         description="Most plans that may wait for their results, the running one included.",
     )
     num_threads: int | None = Field(
-        default=None, ge=1, le=1024, description="Threads of a CPU computation. Default: torch's choice."
+        default=None,
+        ge=1,
+        le=1024,
+        description="Threads of a CPU computation, which the ranks on this machine divide among them. "
+        "Default: torch's choice.",
+    )
+    tensor_parallel: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Processes that share the model out among them: started here, or by torchrun. "
+        "Default: as many as torchrun started, else 1.",
     )
 
     def token_budget(self, device: str) -> int:

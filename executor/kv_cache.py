@@ -53,6 +53,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._config, self._dtype, self._device = config, dtype, device
         shape = (config.num_layers, 2, num_blocks + 1, config.num_kv_heads, block_size, config.head_dim)
         try:
             storage = zeros(shape, dtype, device)
@@ -64,6 +65,16 @@ class KVCache:
             ) from error
         views = storage.transpose(3, 4)
         self._layers = tuple(LayerCache(keys, values) for keys, values in views)
+
+    def another(self, num_blocks: int) -> "KVCache":
+        """A cache of the same model with so many blocks."""
+        return KVCache(
+            self._config,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self._dtype,
+            device=self._device,
+        )
 
     @property
     def trash_block_id(self) -> int:
@@ -87,12 +98,14 @@ def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) ->
     return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
 
 
-def default_num_blocks(config: ModelConfig, *, block_size: int, dtype: torch.dtype, max_num_seqs: int) -> int:
-    """As many blocks as a share of the CPU's free memory holds.
+def default_num_blocks(
+    config: ModelConfig, *, block_size: int, dtype: torch.dtype, max_num_seqs: int, num_sharers: int = 1
+) -> int:
+    """As many blocks as a share of the CPU's free memory holds; `num_sharers` processes take equal parts.
 
     No more than `max_num_seqs` whole sequences need. Raises `ModelError` when there is no memory for one.
     """
-    budget = min(int(available_memory_bytes() * CPU_MEMORY_SHARE), CPU_MEMORY_LIMIT_BYTES)
+    budget = min(int(available_memory_bytes() * CPU_MEMORY_SHARE), CPU_MEMORY_LIMIT_BYTES) // num_sharers
     block_bytes = bytes_per_block(config, block_size, dtype)
     affordable = budget // block_bytes - 1  # the trash block
     if affordable < 1:

@@ -4,7 +4,7 @@ Computed in float64 from float32 logits, row by row alike however many are compu
 come most likely first, ties by the lower id; impossible ones are left out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -25,18 +25,26 @@ def score(scored: Scored, logits_at: Callable[[Tensor], Tensor], vocab_size: int
     """Reports on a stretch of a prompt, slice by slice; None when the model's logits are no numbers.
 
     `logits_at` gives the float32 logits `[num, vocab_size]` of tokens of the step, by their indices (int64).
+    It is asked for all `slices`, whatever it gives.
     """
     stretch = scored.stretch
-    num_rows = max(1, SLICE_NUMBERS // vocab_size)
     tokens: list[TokenLogprobs] = []
-    for start in range(0, len(stretch.token_ids), num_rows):
-        token_ids = stretch.token_ids[start : start + num_rows]
-        first = scored.first_index + start
-        logits = logits_at(torch.arange(first, first + len(token_ids)))
-        if not bool(logits.amax(dim=-1).isfinite().all()):
-            return None
-        tokens += reports(table_of(logits), token_ids, [stretch.num_top] * len(token_ids))
-    return PromptLogprobs(stretch.seq_id, stretch.first_position, tokens)
+    is_finite = True
+    for indices in slices(scored, vocab_size):
+        logits = logits_at(indices)
+        is_finite = is_finite and bool(logits.amax(dim=-1).isfinite().all())
+        if is_finite:
+            token_ids = stretch.token_ids[len(tokens) : len(tokens) + len(indices)]
+            tokens += reports(table_of(logits), token_ids, [stretch.num_top] * len(token_ids))
+    return PromptLogprobs(stretch.seq_id, stretch.first_position, tokens) if is_finite else None
+
+
+def slices(scored: Scored, vocab_size: int) -> Iterator[Tensor]:
+    """Indices (int64) of the step's tokens that speak of a stretch, in slices that are computed together."""
+    num_rows = max(1, SLICE_NUMBERS // vocab_size)
+    end = scored.first_index + len(scored.stretch.token_ids)
+    for start in range(scored.first_index, end, num_rows):
+        yield torch.arange(start, min(end, start + num_rows))
 
 
 def table_of(logits: Tensor) -> Tensor:

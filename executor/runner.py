@@ -36,6 +36,7 @@ from executor.model.weights import load_weights, weight_bytes
 from executor.operations.base import Operations
 from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
+from executor.parallel.ranks import Alone, Ranks
 from executor.pipeline import Pipeline
 from executor.sequences import PromptLogprobs, Sampled, SamplingParams
 
@@ -89,9 +90,11 @@ class ModelRunner:
         kv_cache: KVCache,
         dtype: str,
         device: torch.device,
+        ranks: Ranks,
         pipeline: Pipeline | None,
     ) -> None:
         self._config: ModelConfig = checkpoint.config
+        self._ranks = ranks
         self._eos_token_ids = checkpoint.eos_token_ids
         self._model = model
         self._choose = operations.choose
@@ -104,7 +107,8 @@ class ModelRunner:
             tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
             numerics=numerics(device, dtype, operations),
         )
-        self._constraints = constraints_of(checkpoint)
+        # Only the first rank samples.
+        self._constraints = constraints_of(checkpoint) if ranks.rank == 0 else None
         self._row_invariant = operations.row_invariant and self._is_row_invariant()
 
     @classmethod
@@ -120,8 +124,9 @@ class ModelRunner:
         token_budget: Callable[[str], int] = lambda _: 2048,
         attention: str | None = None,
         memory_utilization: float = 0.9,
+        ranks: Ranks | None = None,
     ) -> "ModelRunner":
-        """Load a Hugging Face folder or a GGUF file.
+        """Load a Hugging Face folder or a GGUF file, or this rank's shard of it; `ranks` are met here.
 
         `dtype` is float32 or bfloat16, `device` cpu, cuda or auto. `num_blocks` of the KV cache (None: what
         fits into memory, on a GPU into the share `memory_utilization` of it, and no more than `max_num_seqs`
@@ -133,8 +138,11 @@ class ModelRunner:
         torch_device = checked_device(device)
         torch_dtype = checked_dtype(dtype, torch_device.type)
         accelerator = accelerator_of(torch_device)
+        ranks = Alone() if ranks is None else ranks
         checkpoint = open_checkpoint(path)
-        config = checkpoint.config
+        shard = ranks.shard(checkpoint)
+        ranks.meet()
+        config = shard.config
 
         def spec_of(own_block_size: int) -> AttentionSpec:
             return AttentionSpec(
@@ -149,10 +157,10 @@ class ModelRunner:
                 has_window=any(kind.window is not None for kind in config.layers),
             )
 
-        operations = select_operations(spec_of, attention)
+        operations = ranks.joined(select_operations(spec_of, attention), checkpoint)
         if accelerator is not None:
             check_weights_fit(accelerator, weight_bytes(config, torch_dtype))
-        weights = load_weights(checkpoint, torch_dtype, torch_device, operations)
+        weights = load_weights(shard, torch_dtype, torch_device, operations)
         model = Decoder(config, weights, operations)
         block_size = operations.block_size
         block_bytes = bytes_per_block(config, block_size, torch_dtype)
@@ -168,7 +176,11 @@ class ModelRunner:
 
         if num_blocks is None and accelerator is None:
             num_blocks = default_num_blocks(
-                config, block_size=block_size, dtype=torch_dtype, max_num_seqs=max_num_seqs
+                config,
+                block_size=block_size,
+                dtype=torch_dtype,
+                max_num_seqs=max_num_seqs,
+                num_sharers=ranks.num_sharers,
             )
         elif num_blocks is None:
             assert accelerator is not None
@@ -177,7 +189,7 @@ class ModelRunner:
                 accelerator,
                 partial(
                     run_largest_step,
-                    *(accelerator, model, operations, config),
+                    *(accelerator, model, operations, checkpoint.config),
                     cache_of(num_profile_blocks(num_tokens, config.max_seq_len, block_size)),
                     max_num_seqs=max_num_seqs,
                     num_tokens=num_tokens,
@@ -188,9 +200,11 @@ class ModelRunner:
                 memory_utilization=memory_utilization,
                 useful=useful_num_blocks(config, block_size=block_size, max_num_seqs=max_num_seqs),
             )
+        num_blocks = ranks.least(num_blocks)
         kv_cache = cache_of(num_blocks)
         pipeline = None
-        if accelerator is not None:
+        # The other ranks are told ids: a step of several ranks is not launched before they are known.
+        if accelerator is not None and ranks.size == 1:
             pipeline = pipeline_of(accelerator, model, operations, kv_cache, config, max_num_seqs)
         log.info(
             "model_loaded",
@@ -206,6 +220,8 @@ class ModelRunner:
             max_seq_len=config.max_seq_len,
             eos_token_ids=checkpoint.eos_token_ids,
         )
+        ranks.agree("numerics", numerics(torch_device, dtype, operations))
+        ranks.agree("weights", weights.fingerprint)
         return cls(
             checkpoint,
             model=model,
@@ -214,6 +230,7 @@ class ModelRunner:
             kv_cache=kv_cache,
             dtype=dtype,
             device=torch_device,
+            ranks=ranks,
             pipeline=pipeline,
         )
 
@@ -285,9 +302,10 @@ class ModelRunner:
         error in the result; it is no exception.
         """
         started = time.perf_counter_ns()
-        hidden = self._model.forward(inputs, self._kv_cache)
-        scores = [self._score(hidden, scored) for scored in inputs.scored]
-        logits = self._model.head(hidden)
+        with self._ranks.leading(inputs):
+            hidden = self._model.forward(inputs, self._kv_cache)
+            scores = [self._score(hidden, scored) for scored in inputs.scored]
+            logits = self._model.head(hidden)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         forwarded = time.perf_counter_ns()
@@ -299,6 +317,16 @@ class ModelRunner:
             (forwarded - started) // 1000,
             (ended - forwarded) // 1000,
         )
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Make the steps that the first rank leads, until it ends: all that `step` does but sampling."""
+        for inputs in self._ranks.steps():
+            hidden = self._model.forward(inputs, self._kv_cache)
+            for scored in inputs.scored:
+                for indices in logprobs.slices(scored, self.vocab_size):
+                    self._model.head(hidden, indices.to(self._device))
+            self._model.head(hidden)
 
     def _score(self, hidden: Hidden, scored: Scored) -> PromptLogprobs | None:
         def logits_at(indices: torch.Tensor) -> torch.Tensor:
@@ -314,13 +342,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _is_row_invariant(self) -> bool:
         """What the self-test finds, on a small cache of its own."""
-        cache = KVCache(
-            self._config,
-            num_blocks=self_test.num_blocks(self.block_size),
-            block_size=self.block_size,
-            dtype=DTYPES[self._dtype],
-            device=self._device,
-        )
+        cache = self._kv_cache.another(self_test.num_blocks(self.block_size))
         invariant = self_test.is_row_invariant(
             lambda inputs: self._model.logits(inputs, cache),
             vocab_size=self.vocab_size,
@@ -415,15 +437,20 @@ def run_largest_step(
     num_tokens: int,
 ) -> None:
     """The step that takes the most memory, over a cache made for it."""
-    assert isinstance(operations, PlainOperations), "our own kernels are the CPU's"
     step = largest_step(
         max_num_seqs=max_num_seqs,
         num_tokens=num_tokens,
         max_seq_len=config.max_seq_len,
         block_size=cache.block_size,
     )
-    pipeline = Pipeline(accelerator, model, operations, cache, vocab_size=config.vocab_size)
-    pipeline.collect(pipeline.launch(step, lambda: None))
+    if isinstance(operations, PlainOperations):
+        pipeline = Pipeline(accelerator, model, operations, cache, vocab_size=config.vocab_size)
+        pipeline.collect(pipeline.launch(step, lambda: None))
+        return
+    with torch.inference_mode():
+        logits = model.logits(step.inputs, cache)  # of several ranks: whole on the first one, which samples
+        if logits.shape[1] == config.vocab_size:
+            sampler.sample(logits, step.sample_rows, operations.choose)
 
 
 @torch.inference_mode()

@@ -32,7 +32,8 @@ def is_row_invariant(
 ) -> bool:
     """Whether the logits of a step, `[num_sampling_rows, vocab_size]`, have the same bits in every company.
 
-    `logits` computes a step over a cache of at least `num_blocks(block_size)` blocks.
+    `logits` computes a step over a cache of at least `num_blocks(block_size)` blocks. Which steps are made
+    does not depend on what they give: the ranks of a model make them together.
     """
     rng = np.random.default_rng(0)
     token_ids = rng.integers(0, vocab_size, min(NUM_TOKENS, max_seq_len)).tolist()
@@ -50,6 +51,7 @@ def is_row_invariant(
 
     at_once = every_logit([row(token_ids, 0, len(token_ids), first)]).clone()
     company = row(neighbour, 0, len(neighbour), third)
+    is_invariant = True
     for start, end in pairwise(CUTS):
         piece = row(token_ids, start, min(end, len(token_ids)), second[::-1])
         if not piece.token_ids:
@@ -58,6 +60,5 @@ def is_row_invariant(
         together = every_logit([company, piece] if len(piece.token_ids) > 1 else [piece, company])
         at = len(neighbour) if len(piece.token_ids) > 1 else 0
         ours = together[at : at + len(piece.token_ids)]
-        if not ours.equal(at_once[start : start + len(ours)]):
-            return False
-    return True
+        is_invariant &= ours.equal(at_once[start : start + len(ours)])
+    return is_invariant

@@ -6,7 +6,7 @@ carries. All of it but the steps themselves runs on the event loop.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -341,11 +341,13 @@ async def serve(
     token_budget: Callable[[str], int],
     max_window: int,
     on_device_busy: Callable[[], None] = lambda: None,
+    watch: Callable[[], Awaitable[NoReturn]] | None = None,
 ) -> int:
     """Serve the runner that `load` makes until SIGTERM; returns the exit code.
 
     The port opens at once; health says SERVING when the runner has made a real token. `on_device_busy` is
     called at the end when the device's thread is still at work, loading or in a step that does not return.
+    `watch` raises when something else that the runner needs is gone: it is the end, whatever the device does.
     """
     health = Health([SERVICE_NAME])
     device = DeviceThread()
@@ -366,6 +368,21 @@ async def serve(
     )
 
     async def run() -> None:
+        work = [asyncio.ensure_future(serve_runner())]
+        if watch is not None:
+            work.append(asyncio.ensure_future(watch()))
+        try:
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            # What is watched first: it is why the device fails, if both do.
+            for each in reversed(work):
+                if each.done():
+                    await each
+        finally:
+            for each in work:
+                each.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+
+    async def serve_runner() -> None:
         runner = await device.call(load)
         await device.call(runner.warm_up)
         servicer.ready(runner)

@@ -5,10 +5,12 @@ fingerprint. Knows that there are two formats, and nothing of how a tensor is us
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from executor.model.config import ModelConfig
@@ -23,8 +25,23 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """As the file calls it: BF16, F32, Q4_1, …"""
-    read: Callable[[], Tensor]
-    """Reads it in a floating point type. Raises `ModelError`."""
+    read_part: Callable[[slice, slice], Tensor]
+    """Reads rows and columns of it (a vector has rows alone) in a floating point type.
+
+    It reads no more of the file than these need. Raises `ModelError`."""
+    whole: "StoredTensor | None" = None
+    """What this is a part of, where it is one."""
+
+    def read(self) -> Tensor:
+        """All of it. Raises `ModelError`."""
+        return self.read_part(slice(None), slice(None))
+
+    def ends(self, count: int) -> Tensor:
+        """The first and the last `count` numbers, row after row; all of them twice where there are fewer."""
+        num_rows = -(-count // math.prod(self.shape[1:]))
+        first = self.read_part(slice(num_rows), slice(None)).reshape(-1)
+        last = self.read_part(slice(max(0, self.shape[0] - num_rows), None), slice(None)).reshape(-1)
+        return torch.cat([first[:count], last[-count:]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,11 +70,11 @@ class Decoder:
                 key_norm=layer.key_norm,
             )
             attended = operations.attend(query, step, cache, window=kind.window)
-            update = operations.linear(attended, layer.attention_out)
+            update = operations.update(attended, layer.attention_out)
             normed = operations.add_norm(
                 hidden, update, layer.mlp_norm, update_norm=layer.attention_update_norm
             )
-            update = operations.linear(operations.gated(normed, layer.gate_up, self._activation), layer.down)
+            update = operations.update(operations.gated(normed, layer.gate_up, self._activation), layer.down)
             normed = operations.add_norm(hidden, update, norms[index + 1], update_norm=layer.mlp_update_norm)
         return Hidden(normed, step)
 

@@ -103,22 +103,53 @@ def stored_tensor(tensor: gguf.ReaderTensor, reordered: Mapping[str, int], path:
 
 def reader_of(
     tensor: gguf.ReaderTensor, shape: tuple[int, ...], num_heads: int | None, path: Path
-) -> Callable[[], Tensor]:
-    """How to read `tensor`: dequantised, and with the rows of so many heads in Hugging Face's order."""
+) -> Callable[[slice, slice], Tensor]:
+    """How to read `tensor`: dequantised, and with the rows of so many heads in Hugging Face's order.
 
-    def read() -> Tensor:
+    Rows are put in order by whole heads, and numbers are dequantised by whole blocks: what is read reaches to
+    their bounds, and is cut afterwards.
+    """
+    block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    items_per_block = block_bytes // tensor.data.itemsize
+    head_rows = 1 if num_heads is None else shape[0] // num_heads
+
+    def read_part(rows: slice, columns: slice) -> Tensor:
+        first_row, last_row = _outwards(rows, shape[0], head_rows)
+        data, wide = tensor.data, shape[1:]
+        first_column = 0
+        if len(shape) == 2:  # noqa: PLR2004 - a matrix
+            first_column, last_column = _outwards(columns, shape[1], block)
+            items = slice(first_column // block * items_per_block, last_column // block * items_per_block)
+            data, wide = data[:, items], (last_column - first_column,)
         try:
-            values = gguf.quants.dequantize(in_long_rows(tensor.data), tensor.tensor_type)
+            values = gguf.quants.dequantize(in_long_rows(data[first_row:last_row]), tensor.tensor_type)
         except NotImplementedError as error:
             raise ModelError(
                 f"{path}: tensor {tensor.name} has the unsupported type {tensor.tensor_type.name}."
             ) from error
         # What needed no dequantising still lies in the file, which must not be written to.
         values = values if values.flags.writeable else values.copy()
-        loaded = torch.from_numpy(values).reshape(shape)
-        return loaded if num_heads is None else halves_from_neighbours(loaded, num_heads)
+        loaded = torch.from_numpy(values).reshape(-1, *wide)
+        if num_heads is not None:
+            loaded = halves_from_neighbours(loaded, len(loaded) // head_rows)
+        cut = [_moved(rows, shape[0], first_row)]
+        if len(shape) == 2:  # noqa: PLR2004
+            cut.append(_moved(columns, shape[1], first_column))
+        return loaded[*cut]
 
-    return read
+    return read_part
+
+
+def _outwards(part: slice, size: int, unit: int) -> tuple[int, int]:
+    """The bounds of `part` of `size`, moved outwards to whole units."""
+    first, last, _ = part.indices(size)
+    return first // unit * unit, -(-last // unit) * unit
+
+
+def _moved(part: slice, size: int, start: int) -> slice:
+    """`part` of `size`, as seen from `start`."""
+    first, last, _ = part.indices(size)
+    return slice(first - start, last - start)
 
 
 def in_long_rows(data: np.ndarray) -> np.ndarray:

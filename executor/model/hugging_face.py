@@ -99,19 +99,19 @@ def shard_tensors(path: Path) -> dict[str, StoredTensor]:
             f"{path} cannot be read as safetensors ({error}): it is incomplete or damaged."
         ) from error
 
-    def reader(name: str) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            tensor: Tensor = file.get_tensor(name)
+    def reader(name: str, piece: Any) -> Callable[[slice, slice], Tensor]:
+        def read_part(rows: slice, columns: slice) -> Tensor:
+            tensor: Tensor = piece[rows, columns] if len(piece.get_shape()) > 1 else piece[rows]
             if not tensor.is_floating_point():
                 raise ModelError(
                     f"{path}: tensor {name} holds {tensor.dtype}; expected floating point numbers."
                 )
             return tensor
 
-        return read
+        return read_part
 
     return {
-        name: StoredTensor(tuple(piece.get_shape()), str(piece.get_dtype()), reader(name))
+        name: StoredTensor(tuple(piece.get_shape()), str(piece.get_dtype()), reader(name, piece))
         for name, piece in slices.items()
     }
 

@@ -72,7 +72,7 @@ def load_weights(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, operations: Operations
 ) -> ModelWeights:
     """Read `checkpoint` as `dtype` onto `device`, packed for `operations`. Raises `ModelError`."""
-    _check_names_and_shapes(checkpoint)
+    check_names_and_shapes(checkpoint)
     return _Reader(checkpoint, dtype, device, operations).weights()
 
 
@@ -142,7 +142,8 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     )
 
 
-def _check_names_and_shapes(checkpoint: Checkpoint) -> None:
+def check_names_and_shapes(checkpoint: Checkpoint) -> None:
+    """Raises `ModelError` unless every tensor that the model needs is there in its size."""
     expected = expected_shapes(checkpoint.config)
     missing = [name for name in expected if name not in checkpoint.tensors]
     if HEAD in missing:
@@ -256,12 +257,12 @@ class _Reader:
 
     def _read(self, name: str, stored: StoredTensor) -> Tensor:
         values = stored.read()
-        self._digest.update(f"{name} {list(stored.shape)} {stored.dtype}\n".encode())
-        flat = values.reshape(-1)
-        sample = torch.cat([flat[:_SAMPLE_SIZE], flat[-_SAMPLE_SIZE:]]).float()
+        # Of the whole tensor, if this is a part: however it is shared out, a model is the same model.
+        whole = stored.whole or stored
+        self._digest.update(f"{name} {list(whole.shape)} {whole.dtype}\n".encode())
         if not all(math.isfinite(extreme) for extreme in torch.aminmax(values)):  # a NaN is both of them
             raise ModelError(f"{self._checkpoint.path}: tensor {name} holds numbers that are not finite.")
-        self._digest.update(sample.numpy().tobytes())
+        self._digest.update(whole.ends(_SAMPLE_SIZE).float().numpy().tobytes())
         return values
 
     def _check_tied_head(self, embeddings: Tensor) -> None:

@@ -113,6 +113,12 @@ class Operations(Protocol):
     def linear(self, inputs: Tensor, layer: Linear) -> Tensor:
         """`inputs @ weight.T + bias`, `[T, out]`."""
 
+    def update(self, inputs: Tensor, layer: Linear) -> Tensor:
+        """What attention or the MLP adds to the hidden states: the product with all of their `inputs`.
+
+        `linear`, but where the model is shared out: each rank has some of the inputs, and gets the sum.
+        """
+
     def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
         """`activation(inputs @ gate.T) * (inputs @ up.T)`, `[T, out]`, both with their bias."""
 

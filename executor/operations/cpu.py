@@ -248,6 +248,10 @@ class CpuOperations:
         """One product."""
         return self._linear("linear", inputs, layer, Finish.AS_IS, self._spec.dtype)
 
+    def update(self, inputs: Tensor, layer: Linear) -> Tensor:
+        """One product."""
+        return self.linear(inputs, layer)
+
     def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
         """One product of both halves; the gate is applied to the float32 sums."""
         return self._linear("gated", inputs, layer, _GATES[activation], self._spec.dtype)

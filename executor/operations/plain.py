@@ -78,6 +78,10 @@ class PlainOperations:
         """One matrix product."""
         return _linear(inputs, layer)
 
+    def update(self, inputs: Tensor, layer: Linear) -> Tensor:
+        """One matrix product."""
+        return _linear(inputs, layer)
+
     def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
         """One matrix product for both halves."""
         gate, up = _linear(inputs, layer).chunk(2, dim=-1)

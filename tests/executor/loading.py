@@ -10,7 +10,7 @@ import torch
 from executor.attention.base import AttentionSpec
 from executor.attention.reference import ReferenceAttention
 from executor.model import ModelError
-from executor.model.checkpoint import open_checkpoint
+from executor.model.checkpoint import Checkpoint, open_checkpoint
 from executor.model.weights import ModelWeights, load_weights
 from executor.operations.plain import PlainOperations
 
@@ -22,7 +22,11 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def weights(path: Path) -> ModelWeights:
-    checkpoint, cpu = open_checkpoint(path), torch.device("cpu")
+    return weights_of(open_checkpoint(path))
+
+
+def weights_of(checkpoint: Checkpoint) -> ModelWeights:
+    cpu = torch.device("cpu")
     spec = AttentionSpec(cpu, torch.float32, 4, 2, 16, block_size=16, scale=0.25)
     return load_weights(checkpoint, torch.float32, cpu, PlainOperations(ReferenceAttention(spec)))
 

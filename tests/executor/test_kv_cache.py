@@ -54,14 +54,34 @@ def test_bytes_per_block_count_layers_keys_values_and_number_type() -> None:
     assert bytes_per_block(CONFIG, 16, torch.bfloat16) == 3 * 2 * 2 * 16 * 16 * 2
 
 
-def default(monkeypatch: pytest.MonkeyPatch, available_bytes: int, max_num_seqs: int) -> int:
+def default(
+    monkeypatch: pytest.MonkeyPatch, available_bytes: int, max_num_seqs: int, num_sharers: int = 1
+) -> int:
     monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: available_bytes)
-    return default_num_blocks(CONFIG, block_size=16, dtype=torch.float32, max_num_seqs=max_num_seqs)
+    return default_num_blocks(
+        CONFIG,
+        block_size=16,
+        dtype=torch.float32,
+        max_num_seqs=max_num_seqs,
+        num_sharers=num_sharers,
+    )
 
 
 def test_default_takes_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     per_block = bytes_per_block(CONFIG, 16, torch.float32)
     assert default(monkeypatch, 100 * per_block, 1000) == 39  # 40 %, the trash block taken off
+
+
+def test_ranks_on_one_machine_take_equal_parts_of_that_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_block = bytes_per_block(CONFIG, 16, torch.float32)
+    assert default(monkeypatch, 100 * per_block, 1000, num_sharers=4) == 9  # each with a trash block
+
+
+def test_another_cache_has_the_same_shape_but_for_its_blocks() -> None:
+    cache = KVCache(CONFIG, num_blocks=5, block_size=8, dtype=torch.bfloat16, device=CPU).another(2)
+    assert (cache.num_blocks, cache.block_size) == (2, 8)
+    assert cache.layer(0).keys.shape == (3, 8, 2, 16)
+    assert cache.layer(0).keys.dtype == torch.bfloat16
 
 
 def test_default_leaves_memory_to_others_on_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:

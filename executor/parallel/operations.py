@@ -1,0 +1,121 @@
+"""A decoder's operations on one rank's shard, made into those of the whole model by what the ranks exchange.
+
+Most are the shard's own. Three need the others: embeddings, of which a token's row lies on one rank; updates,
+which are sums over the ranks; and logits, which the first rank puts together. It alone samples: matchers,
+penalties and draws are state of requests, which the others would have to be sent, and equal logits on all
+ranks would have to be taken on trust, where now one rank's choice is the only one.
+
+Wraps any `Operations`, on any device: they do not know that what they compute with is a part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from executor.inputs import SampleRow, StepInputs
+from executor.kv_cache import LayerCache
+from executor.operations.base import Activation, Linear, Norm, Operations, StepTensors
+
+
+class Exchange(Protocol):
+    """What ranks do together with tensors."""
+
+    is_ordered: bool
+    """Whether a sum has the same bits wherever in a tensor it stands, and however large that is."""
+
+    def add(self, part: Tensor) -> None:
+        """Write the sum of all ranks' `part` to each of them. Sums are made in float32 and rounded once."""
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """On the first rank all ranks' `part` `[S, widths[rank]]` side by side; on the others their own."""
+
+
+class ParallelOperations:
+    """`Operations` of the whole model on rank `rank`, which has the token ids `vocabularies[rank]`."""
+
+    def __init__(
+        self, shard: Operations, exchange: Exchange, *, rank: int, vocabularies: Sequence[range]
+    ) -> None:
+        self._shard = shard
+        self._exchange = exchange
+        self._vocabulary = vocabularies[rank]
+        self._widths = [len(each) for each in vocabularies]
+        self.name = f"{shard.name}, {len(vocabularies)} ranks"
+        self.block_size = shard.block_size
+        self.row_invariant = shard.row_invariant and exchange.is_ordered
+
+    # --- with the others ------------------------------------------------------------------------------
+
+    def embed(self, step: StepTensors, table: Linear, scale: float) -> Tensor:
+        """Each token's row from the rank that has it; the others add zeros."""
+        places = step.token_ids - self._vocabulary.start
+        is_elsewhere = (places < 0) | (places >= len(self._vocabulary))
+        hidden = self._shard.embed(replace(step, token_ids=places.masked_fill(is_elsewhere, 0)), table, scale)
+        hidden.masked_fill_(is_elsewhere[:, None], 0.0)
+        self._exchange.add(hidden)
+        return hidden
+
+    def update(self, inputs: Tensor, layer: Linear) -> Tensor:
+        """The sum of all ranks' products."""
+        update = self._shard.linear(inputs, layer)
+        self._exchange.add(update)
+        return update
+
+    def logits(self, normed: Tensor, step: StepTensors, head: Linear, soft_cap: float | None) -> Tensor:
+        """Of the whole vocabulary on the first rank; of their part of it on the others."""
+        return self._exchange.gather(self._shard.logits(normed, step, head, soft_cap), self._widths)
+
+    # --- by itself --------------------------------------------------------------------------------------
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """The shard's."""
+        return self._shard.pack(weight, bias)
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """The shard's."""
+        return self._shard.pack_gated(weight, bias)
+
+    def prepare(self, inputs: StepInputs) -> StepTensors:
+        """The shard's."""
+        return self._shard.prepare(inputs)
+
+    def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
+        """The shard's; asked of the first rank."""
+        return self._shard.choose(allowed, rows)
+
+    def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
+        """The shard's."""
+        return self._shard.norm(hidden, norm)
+
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: Norm, *, update_norm: Norm | None) -> Tensor:
+        """The shard's."""
+        return self._shard.add_norm(hidden, update, norm, update_norm=update_norm)
+
+    def linear(self, inputs: Tensor, layer: Linear) -> Tensor:
+        """The shard's."""
+        return self._shard.linear(inputs, layer)
+
+    def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
+        """The shard's."""
+        return self._shard.gated(inputs, layer, activation)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        step: StepTensors,
+        cache: LayerCache,
+        *,
+        rope: Tensor,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+    ) -> Tensor:
+        """The shard's."""
+        return self._shard.rotate_and_store(
+            qkv, step, cache, rope=rope, query_norm=query_norm, key_norm=key_norm
+        )
+
+    def attend(self, query: Tensor, step: StepTensors, cache: LayerCache, *, window: int | None) -> Tensor:
+        """The shard's."""
+        return self._shard.attend(query, step, cache, window=window)
