@@ -6,7 +6,6 @@ Knows no plan and no sequence: arrays come in (`executor.inputs`), chosen tokens
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +23,7 @@ from executor.attention.reference import ReferenceAttention
 from executor.captured import CapturedDecode, captured_sizes
 from executor.constraints import Constraint, Constraints, Matcher
 from executor.device_memory import check_weights_fit, largest_step, num_blocks_that_fit, num_profile_blocks
-from executor.inputs import SampleRow, Scored, StepInputs
+from executor.inputs import SampleRow, Scored, StepBatch, StepInputs
 from executor.kernels.build import KernelsUnavailableError
 from executor.kernels.library import fastest
 from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks, useful_num_blocks
@@ -185,21 +184,24 @@ class ModelRunner:
         elif num_blocks is None:
             assert accelerator is not None
             num_tokens = token_budget(torch_device.type)
+            largest = largest_step(
+                max_num_seqs=max_num_seqs,
+                num_tokens=num_tokens,
+                max_seq_len=config.max_seq_len,
+                block_size=block_size,
+            )
+            profiled = cache_of(num_profile_blocks(num_tokens, config.max_seq_len, block_size))
+            whole = checkpoint.config
             num_blocks = num_blocks_that_fit(
                 accelerator,
-                partial(
-                    run_largest_step,
-                    *(accelerator, model, operations, checkpoint.config),
-                    cache_of(num_profile_blocks(num_tokens, config.max_seq_len, block_size)),
-                    max_num_seqs=max_num_seqs,
-                    num_tokens=num_tokens,
-                ),
+                lambda: run_profiled(accelerator, model, operations, profiled, largest, whole.vocab_size),
                 block_bytes=block_bytes,
                 block_size=block_size,
                 num_tokens=num_tokens,
                 memory_utilization=memory_utilization,
                 useful=useful_num_blocks(config, block_size=block_size, max_num_seqs=max_num_seqs),
             )
+            del profiled
         num_blocks = ranks.least(num_blocks)
         kv_cache = cache_of(num_blocks)
         pipeline = None
@@ -426,30 +428,22 @@ def select_operations(spec_of: Callable[[int], AttentionSpec], attention: str | 
     return plain
 
 
-def run_largest_step(
+def run_profiled(
     accelerator: Accelerator,
     model: Decoder,
     operations: Operations,
-    config: ModelConfig,
     cache: KVCache,
-    *,
-    max_num_seqs: int,
-    num_tokens: int,
+    step: StepBatch,
+    vocab_size: int,
 ) -> None:
-    """The step that takes the most memory, over a cache made for it."""
-    step = largest_step(
-        max_num_seqs=max_num_seqs,
-        num_tokens=num_tokens,
-        max_seq_len=config.max_seq_len,
-        block_size=cache.block_size,
-    )
+    """A step as it will be served, over a cache made for it."""
     if isinstance(operations, PlainOperations):
-        pipeline = Pipeline(accelerator, model, operations, cache, vocab_size=config.vocab_size)
+        pipeline = Pipeline(accelerator, model, operations, cache, vocab_size=vocab_size)
         pipeline.collect(pipeline.launch(step, lambda: None))
         return
     with torch.inference_mode():
         logits = model.logits(step.inputs, cache)  # of several ranks: whole on the first one, which samples
-        if logits.shape[1] == config.vocab_size:
+        if logits.shape[1] == vocab_size:
             sampler.sample(logits, step.sample_rows, operations.choose)
 
 
