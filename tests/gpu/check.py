@@ -82,15 +82,14 @@ def flop_rate(machine: Machine) -> float:
 class Check:
     """The parts in turn, each with what it found."""
 
-    def __init__(self, machine: Machine, seconds: float) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.deadline = time.monotonic() + seconds
         self.parts: dict[str, dict[str, Any]] = {}
 
     def part(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Run one part; what it found, or nothing."""
         started = time.monotonic()
-        if started > self.deadline:
+        if self.machine.is_late:
             self.parts[name] = {"verdict": "not run", "why": "no time was left"}
         else:
             try:
@@ -130,7 +129,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="where to write all that was found")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no part is begun")
     options = parser.parse_args(arguments)
-    check = Check(Machine.here(), options.seconds)
+    check = Check(Machine.here(options.seconds))
     is_good = check.run()
     report = {"is_gpu": check.machine.is_gpu, "parts": check.parts}
     if options.json is not None:

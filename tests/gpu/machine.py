@@ -1,6 +1,7 @@
 """The device that is checked: a GPU, or the CPU in its place, on which all sizes are small and no figure
 counts."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +20,18 @@ class Machine:
     """A device and what is measured of it."""
 
     accelerator: Accelerator
+    deadline: float = math.inf
+    """after which long parts end early, on the clock of `time.monotonic`"""
 
     @classmethod
-    def here(cls) -> "Machine":
+    def here(cls, seconds: float) -> "Machine":
         is_there = torch.cuda.is_available()
-        return cls(Cuda(torch.device("cuda")) if is_there else FakeDevice())
+        accelerator = Cuda(torch.device("cuda")) if is_there else FakeDevice()
+        return cls(accelerator, time.monotonic() + seconds)
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     @property
     def device(self) -> torch.device:
