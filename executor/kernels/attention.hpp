@@ -23,14 +23,10 @@ struct AttentionCall {
     int64_t query_stride;
     const void* keys;
     const void* values;
-    const int32_t* block_tables; // [R, table_stride]
-    int64_t table_stride;
-    const int32_t* seq_lens;     // [R]
-    const int32_t* query_start;  // [R + 1]
-    const int32_t* first_block;  // [R + 1]: running count of blocks of query rows, of one kv head
+    const StepArrays* step;
     void* out;                   // [T, num_heads * head_dim]
     int64_t out_stride;
-    int num_rows, num_heads, num_kv_heads, head_dim, block_size;
+    int num_heads, num_kv_heads, head_dim, block_size;
     int window;                  // tokens that a token sees, itself included
     float scale;
     float soft_cap;              // 0: none
@@ -162,11 +158,11 @@ struct QueryBlock {
     QueryBlock(const AttentionCall& call, Room& own, int row, int kv_head, int query)
         : it(call), room(own), head(kv_head), group(call.num_heads / call.num_kv_heads), head_dim(call.head_dim),
           first_query(query) {
-        first_token = it.query_start[row];
-        num_tokens = it.query_start[row + 1] - first_token;
+        first_token = it.step->query_start[row];
+        num_tokens = it.step->query_start[row + 1] - first_token;
         count = std::min(MOST_ROWS, num_tokens * group - first_query);
-        seq_len = it.seq_lens[row];
-        table = it.block_tables + row * it.table_stride;
+        seq_len = it.step->seq_lens[row];
+        table = it.step->block_tables + row * it.step->table_stride;
         first = begin_of(0) / TILE * TILE;
         end = end_of(count - 1);
         width = padded_to_tile(end - first);
@@ -290,15 +286,15 @@ struct QueryBlock {
 template <class Type>
 static void attend(const AttentionCall& it) {
     static thread_local Room room;
-    int num_blocks = it.first_block[it.num_rows];
+    int num_blocks = it.step->first_block[it.step->num_rows];
     // A sequence's heads are one thread's where there are chunks enough: it knows what it will read next.
     int heads = std::clamp(num_blocks * it.num_kv_heads / (8 * pool().num_threads()), 1, it.num_kv_heads);
     while (it.num_kv_heads % heads) heads--;
     int chunks_per_block = it.num_kv_heads / heads;
     pool().run(num_blocks * chunks_per_block, [&](int chunk) {
         int block = chunk / chunks_per_block, first_head = chunk % chunks_per_block * heads;
-        int row = std::upper_bound(it.first_block, it.first_block + it.num_rows, block) - it.first_block - 1;
-        int first_query = (block - it.first_block[row]) * MOST_ROWS;
+        int row = std::upper_bound(it.step->first_block, it.step->first_block + it.step->num_rows, block) - it.step->first_block - 1;
+        int first_query = (block - it.step->first_block[row]) * MOST_ROWS;
         for (int head = first_head, last = first_head + heads - 1; head <= last; head++)
             QueryBlock<Type>(it, room, row, head, first_query).attend(head == last);
         release_tiles();

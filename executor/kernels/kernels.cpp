@@ -29,40 +29,33 @@ EXPORT void pack_weight(const void* weight, int num_rows, int in, bool gated, vo
         pack((const float*)weight, num_rows, in, gated, (float*)packed);
 }
 
-EXPORT void linear_layer(const LinearCall* call, int finishing, bool is_bfloat16, bool float_out) {
-    if (!is_bfloat16)
-        linear<float, float>(*call, finishing);
-    else if (float_out)
-        linear<bfloat16, float>(*call, finishing);
-    else
-        linear<bfloat16, bfloat16>(*call, finishing);
+// One operation: which, and where its call lies.
+enum Kind { EMBED = 0, NORM = 1, LINEAR = 2, ROTATE = 3, ATTEND = 4 };
+
+struct Operation {
+    int kind;
+    int finishing;   // of a linear one
+    int float_out;   // of a linear one: float32 whatever the computation's type
+    const void* call;
+};
+
+template <class Type>
+static void compute(const Operation& it) {
+    switch (it.kind) {
+        case EMBED: return embed<Type>(*(const EmbedCall*)it.call);
+        case NORM: return add_norm<Type>(*(const NormCall*)it.call);
+        case ROTATE: return rotate_and_store<Type>(*(const RotateCall*)it.call);
+        case ATTEND: return attend<Type>(*(const AttentionCall*)it.call);
+        case LINEAR:
+            if (it.float_out) return linear<Type, float>(*(const LinearCall*)it.call, it.finishing);
+            return linear<Type, Type>(*(const LinearCall*)it.call, it.finishing);
+    }
 }
 
-EXPORT void embed(const void* packed, int num_units, int in, const int64_t* ids, int count, float scale, float* out,
-                  int64_t out_stride, bool is_bfloat16) {
-    if (is_bfloat16)
-        gather_rows((const bfloat16*)packed, num_units, in, ids, count, scale, out, out_stride);
-    else
-        gather_rows((const float*)packed, num_units, in, ids, count, scale, out, out_stride);
-}
-
-EXPORT void norm_rows(float* hidden, int64_t hidden_stride, const void* update, int64_t update_stride, const float* update_weight,
-                      float update_eps, const float* weight, float eps, void* out, int64_t out_stride, int num_rows,
-                      int size, bool is_bfloat16) {
-    if (is_bfloat16)
-        add_norm(hidden, hidden_stride, (const bfloat16*)update, update_stride, update_weight, update_eps, weight, eps,
-                 (bfloat16*)out, out_stride, num_rows, size);
-    else
-        add_norm(hidden, hidden_stride, (const float*)update, update_stride, update_weight, update_eps, weight, eps, (float*)out,
-                 out_stride, num_rows, size);
-}
-
-EXPORT void rotate_store(const RotateCall* call, bool is_bfloat16) {
-    is_bfloat16 ? rotate_and_store<bfloat16>(*call) : rotate_and_store<float>(*call);
-}
-
-EXPORT void paged_attention(const AttentionCall* call, bool is_bfloat16) {
-    is_bfloat16 ? attend<bfloat16>(*call) : attend<float>(*call);
+// One operation, or all of a model's layers.
+EXPORT void compute(const Operation* operations, int count, bool is_bfloat16) {
+    for (const Operation* it = operations; it < operations + count; it++)
+        is_bfloat16 ? compute<bfloat16>(*it) : compute<float>(*it);
 }
 
 EXPORT void choose_tokens(const SamplingCall* call) { choose(*call); }

@@ -32,6 +32,72 @@ class Finish(IntEnum):
     SOFT_CAP = 3
 
 
+class Kind(IntEnum):
+    """What an operation is."""
+
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    ROTATE = 3
+    ATTEND = 4
+
+
+class Operation(Structure):
+    """`Operation` of kernels.cpp."""
+
+    _fields_ = (("kind", c_int), ("finishing", c_int), ("float_out", c_int), ("call", c_void_p))
+
+
+class StepArrays(Structure):
+    """`StepArrays` of rows.hpp."""
+
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("seq_lens", c_void_p),
+        ("query_start", c_void_p),
+        ("first_block", c_void_p),
+        ("num_rows", c_int),
+    )
+
+
+class EmbedCall(Structure):
+    """`EmbedCall` of linear.hpp."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("step", c_void_p),
+        ("hidden", c_void_p),
+        ("hidden_stride", c_int64),
+        ("num_tokens", c_int),
+        ("num_units", c_int),
+        ("in_features", c_int),
+        ("scale", c_float),
+    )
+
+
+class NormCall(Structure):
+    """`NormCall` of rows.hpp."""
+
+    _fields_ = (
+        ("hidden", c_void_p),
+        ("hidden_stride", c_int64),
+        ("update", c_void_p),
+        ("update_stride", c_int64),
+        ("update_weight", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("num_tokens", c_int),
+        ("size", c_int),
+        ("update_eps", c_float),
+        ("eps", c_float),
+    )
+
+
 class LinearCall(Structure):
     """`LinearCall` of linear.hpp."""
 
@@ -56,8 +122,7 @@ class RotateCall(Structure):
     _fields_ = (
         ("qkv", c_void_p),
         ("qkv_stride", c_int64),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
+        ("step", c_void_p),
         ("rope", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
@@ -83,14 +148,9 @@ class AttentionCall(Structure):
         ("query_stride", c_int64),
         ("keys", c_void_p),
         ("values", c_void_p),
-        ("block_tables", c_void_p),
-        ("table_stride", c_int64),
-        ("seq_lens", c_void_p),
-        ("query_start", c_void_p),
-        ("first_block", c_void_p),
+        ("step", c_void_p),
         ("out", c_void_p),
         ("out_stride", c_int64),
-        ("num_rows", c_int),
         ("num_heads", c_int),
         ("num_kv_heads", c_int),
         ("head_dim", c_int),
@@ -139,13 +199,7 @@ class Kernels:
         self.start = function("start", c_int, returns=c_bool)
         """Start threads until there are so many; there are never fewer again."""
         self.pack_weight = function("pack_weight", c_void_p, c_int, c_int, c_bool, c_void_p, c_bool)
-        self.linear_layer = function("linear_layer", POINTER(LinearCall), c_int, c_bool, c_bool)
-        table, ids, hidden = (c_void_p, c_int, c_int), (c_void_p, c_int), (c_void_p, c_int64)
-        self.embed = function("embed", *table, *ids, c_float, *hidden, c_bool)
-        rows, norm = (c_void_p, c_int64), (c_void_p, c_float)
-        self.norm_rows = function("norm_rows", *rows, *rows, *norm, *norm, *rows, c_int, c_int, c_bool)
-        self.rotate_store = function("rotate_store", POINTER(RotateCall), c_bool)
-        self.paged_attention = function("paged_attention", POINTER(AttentionCall), c_bool)
+        self.compute = function("compute", POINTER(Operation), c_int, c_bool)
         self.choose_tokens = function("choose_tokens", POINTER(SamplingCall))
         if not self.start(num_threads):
             raise KernelsUnavailableError(f"the system does not let us use {instruction_set.name}")

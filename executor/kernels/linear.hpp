@@ -10,6 +10,7 @@
 
 #include "pool.hpp"
 #include "product.hpp"
+#include "rows.hpp"
 
 enum Finish { AS_IS = 0, SILU_GATE = 1, GELU_TANH_GATE = 2, SOFT_CAP = 3 };
 
@@ -119,17 +120,25 @@ static void linear(const LinearCall& it, int finishing) {
     });
 }
 
-// Rows `ids` of a packed weight, times `scale`: embeddings that are the output head as well.
+struct EmbedCall {
+    const void* weight;      // packed
+    const StepArrays* step;
+    float* hidden;           // [T, in]
+    int64_t hidden_stride;
+    int num_tokens;
+    int num_units;           // of a panel
+    int in;
+    float scale;
+};
+
+// The tokens' rows of a packed weight, times `scale`: embeddings that are the output head as well.
 template <class Type>
-static void gather_rows(const Type* packed, int num_units, int in, const int64_t* ids, int count, float scale,
-                        float* out, int64_t out_stride) {
+static void embed(const EmbedCall& it) {
     constexpr int PER = PER_UNIT<Type>;
-    pool().run((count + 7) / 8, [&](int chunk) {
-        for (int i = chunk * 8; i < count && i < chunk * 8 + 8; i++) {
-            const Type* from = packed + ((size_t)(ids[i] / LANES) * num_units * LANES + ids[i] % LANES) * PER;
-            for (int number = 0; number < in; number++)
-                out[i * out_stride + number] =
-                    scale * widened(from[(size_t)(number / PER) * LANES * PER + number % PER]);
-        }
+    for_rows(it.num_tokens, [&](int token) {
+        int64_t id = it.step->token_ids[token];
+        const Type* from = (const Type*)it.weight + ((size_t)(id / LANES) * it.num_units * LANES + id % LANES) * PER;
+        float* to = it.hidden + token * it.hidden_stride;
+        for (int n = 0; n < it.in; n++) to[n] = it.scale * widened(from[(size_t)(n / PER) * LANES * PER + n % PER]);
     });
 }

@@ -15,6 +15,19 @@
 
 constexpr int MOST_HEAD_DIM = 512;
 
+// The arrays of one step, T tokens of R sequences: all that changes from a step to the next of as many tokens.
+struct StepArrays {
+    const int64_t* token_ids;     // [T]
+    const int64_t* positions;     // [T]
+    const int64_t* slots;         // [T]
+    const int32_t* block_tables;  // [R, table_stride]
+    int64_t table_stride;
+    const int32_t* seq_lens;      // [R]
+    const int32_t* query_start;   // [R + 1]
+    const int32_t* first_block;   // [R + 1]: running count of blocks of query rows, of one kv head
+    int num_rows;
+};
+
 // Where a slot's numbers stand in its head's run: PER_UNIT neighbours at a time from `begin`, `step` apart, for
 // keys; one at a time for values.
 struct Places {
@@ -57,34 +70,45 @@ static void for_rows(int num_rows, const Work& work) {
     });
 }
 
-// Adds `update` (none: null), normed itself if `update_weight` is given, and norms the sum.
+struct NormCall {
+    float* hidden;              // [T, size]
+    int64_t hidden_stride;
+    const void* update;         // [T, size] or null
+    int64_t update_stride;
+    const float* update_weight; // [size] or null
+    const float* weight;        // [size]
+    void* out;                  // [T, size]
+    int64_t out_stride;
+    int num_tokens, size;
+    float update_eps, eps;
+};
+
+// Adds `update`, normed itself if it has a weight, and norms the sum.
 template <class Type>
-static void add_norm(float* hidden, int64_t hidden_stride, const Type* update, int64_t update_stride, const float* update_weight,
-                     float update_eps, const float* weight, float eps, Type* out, int64_t out_stride, int num_rows,
-                     int size) {
-    for_rows(num_rows, [&](int row) {
-        float* sum = hidden + row * hidden_stride;
-        if (update) {
-            const Type* added = update + row * update_stride;
-            float scale = update_weight ? root_mean_square_scale(added, size, update_eps) : 1.0f;
+static void add_norm(const NormCall& it) {
+    int size = it.size;
+    for_rows(it.num_tokens, [&](int row) {
+        float* sum = it.hidden + row * it.hidden_stride;
+        if (it.update) {
+            const Type* added = (const Type*)it.update + row * it.update_stride;
+            float scale = it.update_weight ? root_mean_square_scale(added, size, it.update_eps) : 1.0f;
             for (int i = 0; i < size; i += LANES) {
                 Floats some = load_floats(added + i, size - i);
-                if (update_weight) some = some * scale * load_floats(update_weight + i, size - i);
+                if (it.update_weight) some = some * scale * load_floats(it.update_weight + i, size - i);
                 store_floats(sum + i, load_floats(sum + i, size - i) + some, size - i);
             }
         }
-        float scale = root_mean_square_scale(sum, size, eps);
+        Type* out = (Type*)it.out + row * it.out_stride;
+        float scale = root_mean_square_scale(sum, size, it.eps);
         for (int i = 0; i < size; i += LANES)
-            store_floats(out + row * out_stride + i,
-                         load_floats(sum + i, size - i) * scale * load_floats(weight + i, size - i), size - i);
+            store_floats(out + i, load_floats(sum + i, size - i) * scale * load_floats(it.weight + i, size - i), size - i);
     });
 }
 
 struct RotateCall {
     const void* qkv;         // [T, (num_heads + 2 * num_kv_heads) * head_dim]
     int64_t qkv_stride;
-    const int64_t* positions;
-    const int64_t* slots;
+    const StepArrays* step;
     const float* rope;       // [positions, 2, head_dim / 2]
     const float* query_norm; // [head_dim] or null
     const float* key_norm;
@@ -118,8 +142,8 @@ template <class Type>
 static void rotate_and_store(const RotateCall& it) {
     int head_dim = it.head_dim, block_size = it.block_size;
     for_rows(it.num_tokens, [&](int token) {
-        size_t block = it.slots[token] / block_size;
-        int offset = it.slots[token] % block_size;
+        size_t block = it.step->slots[token] / block_size;
+        int offset = it.step->slots[token] % block_size;
         Places to_keys = key_places<Type>(offset, head_dim, block_size);
         Places to_values = value_places<Type>(offset, head_dim, block_size);
         auto run_in = [&](void* cache, int kv_head) {
@@ -132,7 +156,7 @@ static void rotate_and_store(const RotateCall& it) {
             for (int n = 0; n < head_dim; n += LANES) __builtin_prefetch(values + n * to_values.step, 1);
         }
         const Type* head = (const Type*)it.qkv + token * it.qkv_stride;
-        const float* angles = it.rope + it.positions[token] * head_dim;
+        const float* angles = it.rope + it.step->positions[token] * head_dim;
         Type* query = (Type*)it.query + token * it.query_stride;
         for (int i = 0; i < it.num_heads; i++, head += head_dim, query += head_dim)
             rotated(head, it.query_norm, it.query_eps, angles, head_dim, query);

@@ -50,10 +50,12 @@ class Decoder:
 
     def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Hidden:
         """Everything but the output head."""
-        return self.layers(self._operations.prepare(inputs), kv_cache)
+        step = self._operations.prepare(inputs)
+        normed = self._operations.repeat(step, kv_cache)
+        return self.layers(step, kv_cache) if normed is None else Hidden(normed, step)
 
     def layers(self, step: StepTensors, kv_cache: KVCache) -> Hidden:
-        """The same, of a step that is on the device."""
+        """The same, of a step that is on the device, operation by operation."""
         config, operations, weights = self._config, self._operations, self._weights
         # Each layer is followed by the norm that the next one, or the output head, reads.
         norms = [*(layer.attention_norm for layer in weights.layers), weights.final_norm]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from executor.inputs import SampleRow, StepInputs
-from executor.kv_cache import LayerCache
+from executor.kv_cache import KVCache, LayerCache
 
 
 class Activation(Enum):
@@ -83,6 +83,12 @@ class Operations(Protocol):
 
     def prepare(self, inputs: StepInputs) -> StepTensors:
         """The step's arrays on the device, in the form that all layers read."""
+
+    def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:
+        """What the last norm leaves for the output head, where the step can be computed as one before it was.
+
+        None: it has to be asked for operation by operation, from `embed` on.
+        """
 
     def embed(self, step: StepTensors, table: Linear, scale: float) -> Tensor:
         """Hidden states, float32 `[T, hidden_size]`: the tokens' rows of `table`, times `scale`.

@@ -4,10 +4,11 @@ Every result of a token is summed in an order that depends on nothing but the mo
 the bits are the same whatever the batch, the chunks, the block size and the number of threads.
 
 Results lie in buffers that are made once for each shape and used again by each layer and step: a steady
-decode allocates nothing.
+decode allocates nothing, and all its layers are one call (`executor.operations.tape`).
 """
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
 
@@ -23,15 +24,21 @@ from executor.kernels.library import (
     MOST_QUERY_ROWS,
     UNIT_PADDING,
     AttentionCall,
+    EmbedCall,
     Finish,
     Kernels,
+    Kind,
     LinearCall,
+    NormCall,
+    Operation,
     RotateCall,
     SamplingCall,
+    StepArrays,
 )
-from executor.kv_cache import LayerCache
+from executor.kv_cache import KVCache, LayerCache
 from executor.memory import Arena
 from executor.operations.base import Activation, Linear, Norm, StepTensors
+from executor.operations.tape import Tapes
 from executor.philox import uniforms
 
 _GATES = {Activation.SILU: Finish.SILU_GATE, Activation.GELU_TANH: Finish.GELU_TANH_GATE}
@@ -46,23 +53,36 @@ class PackedLinear(Linear):
 
     call: LinearCall
 
+    def call_for(self, inputs: Tensor, out: Tensor, soft_cap: float) -> LinearCall:
+        """The call that computes `out`."""
+        call = LinearCall.from_buffer_copy(self.call)
+        call.rows, call.row_stride = inputs.data_ptr(), inputs.stride(0)
+        call.out, call.out_stride = out.data_ptr(), out.stride(0)
+        call.num_rows, call.soft_cap = inputs.shape[0], soft_cap
+        return call
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What the kernels of one step read beside the layers' tensors; `arrays` keeps it alive."""
+    """What the kernels of one step read beside its tokens and the layers' tensors."""
 
     slots: Tensor
-    call: AttentionCall
-    arrays: tuple[Tensor, ...]
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+    first_block: Tensor
+    """running count of blocks of query rows, of one key-value head"""
 
 
 class Buffers:
     """Tensors by name and shape, `[rows, width]`: zero from `width` to the row's padded end, for ever.
 
-    The same name and shape give the same memory again; more rows than ever before make it anew.
+    The same name and shape give the same memory again; more rows than ever before make it anew, and `moved`
+    is called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Callable[[], None]) -> None:
+        self._moved = moved
         self._storage: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._views: dict[tuple[str, int, torch.dtype, int], Tensor] = {}
 
@@ -78,6 +98,7 @@ class Buffers:
             capacity = max(num_rows, 0 if storage is None else 2 * storage.shape[0])
             storage = torch.zeros(capacity, padded(width, UNIT_PADDING), dtype=dtype)
             self._storage[key] = storage
+            self._moved()
             self._views = {place: view for place, view in self._views.items() if place[:3] != key}
         view = self._views[*key, num_rows] = storage[:num_rows, :width]
         return view
@@ -95,7 +116,10 @@ class CpuOperations:
         self._is_bfloat16 = spec.dtype == torch.bfloat16
         self._numbers_per_unit = 4 // spec.dtype.itemsize
         self._arena = Arena()
-        self._buffers = Buffers()
+        self._step_arrays = StepArrays()
+        self._step_in_progress: StepTensors | None = None
+        self._tapes = Tapes()
+        self._buffers = Buffers(moved=self._tapes.forget)
         self.name = f"{kernels.name} kernels"
 
     @classmethod
@@ -162,48 +186,61 @@ class CpuOperations:
         query_rows = np.diff(inputs.query_start_loc) * (spec.num_heads // spec.num_kv_heads)
         first_block = np.zeros_like(inputs.query_start_loc)
         np.cumsum(-(-query_rows // MOST_QUERY_ROWS), out=first_block[1:])
-        arrays = tuple(
-            map(
-                torch.from_numpy,
-                (inputs.block_tables, inputs.seq_lens, inputs.query_start_loc, first_block),
-            )
-        )
-        tables, seq_lens, query_start, blocks = arrays
-        call = AttentionCall(
-            block_tables=tables.data_ptr(),
-            table_stride=tables.shape[1],
-            seq_lens=seq_lens.data_ptr(),
-            query_start=query_start.data_ptr(),
-            first_block=blocks.data_ptr(),
-            num_rows=len(inputs.seq_lens),
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            block_size=spec.block_size,
-            scale=spec.scale,
-            soft_cap=spec.soft_cap or 0.0,
-        )
         return StepTensors(
             token_ids=torch.from_numpy(inputs.token_ids),
             positions=torch.from_numpy(inputs.positions),
             logits_indices=torch.from_numpy(inputs.logits_indices),
-            attention=AttentionStep(torch.from_numpy(inputs.slot_mapping), call, arrays),
+            attention=AttentionStep(
+                slots=torch.from_numpy(inputs.slot_mapping),
+                block_tables=torch.from_numpy(inputs.block_tables),
+                seq_lens=torch.from_numpy(inputs.seq_lens),
+                query_start=torch.from_numpy(inputs.query_start_loc),
+                first_block=torch.from_numpy(first_block),
+            ),
         )
+
+    def _arrays(self, step: StepTensors) -> int:
+        """Where all calls look for the arrays of the step in progress, which is this one from now on."""
+        if self._step_in_progress is not step:
+            self._step_in_progress = step  # alive as long as somebody may look
+            arrays, attention = self._step_arrays, step.attention
+            arrays.token_ids, arrays.positions = step.token_ids.data_ptr(), step.positions.data_ptr()
+            arrays.slots = attention.slots.data_ptr()
+            arrays.block_tables = attention.block_tables.data_ptr()
+            arrays.table_stride = attention.block_tables.shape[1]
+            arrays.seq_lens = attention.seq_lens.data_ptr()
+            arrays.query_start = attention.query_start.data_ptr()
+            arrays.first_block = attention.first_block.data_ptr()
+            arrays.num_rows = len(attention.seq_lens)
+        return ctypes.addressof(self._step_arrays)
+
+    def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:
+        """By the tape of a step of as many tokens."""
+        self._arrays(step)
+        tape = self._tapes.find((len(step.token_ids), kv_cache))
+        return None if tape is None else tape.compute(self._kernels, is_bfloat16=self._is_bfloat16)
 
     def embed(self, step: StepTensors, table: Linear, scale: float) -> Tensor:
         """Rows of the packed table."""
         assert isinstance(table, PackedLinear)
         num_tokens = len(step.token_ids)
         hidden = self._buffers.take("hidden", num_tokens, table.in_features, torch.float32)
-        self._kernels.embed(
-            *(table.call.weight, table.call.num_units, table.in_features),
-            *(step.token_ids.data_ptr(), num_tokens, scale, hidden.data_ptr(), hidden.stride(0)),
-            self._is_bfloat16,
+        call = EmbedCall(
+            weight=table.call.weight,
+            step=self._arrays(step),
+            hidden=hidden.data_ptr(),
+            hidden_stride=hidden.stride(0),
+            num_tokens=num_tokens,
+            num_units=table.call.num_units,
+            in_features=table.in_features,
+            scale=scale,
         )
+        self._compute(Kind.EMBED, call)
         return hidden
 
     def logits(self, normed: Tensor, step: StepTensors, head: Linear, soft_cap: float | None) -> Tensor:
         """Logits of the sampling rows, straight from the float32 sums."""
+        self._tapes.end(normed)
         num_rows = len(step.logits_indices)
         rows = self._buffers.take("sampling rows", num_rows, normed.shape[1], normed.dtype)
         torch.index_select(normed, 0, step.logits_indices, out=rows)
@@ -272,8 +309,7 @@ class CpuOperations:
         call = RotateCall(
             qkv=qkv.data_ptr(),
             qkv_stride=qkv.stride(0),
-            positions=step.positions.data_ptr(),
-            slots=step.attention.slots.data_ptr(),
+            step=self._arrays(step),
             rope=rope.data_ptr(),
             query_norm=None if query_norm is None else query_norm.weight.data_ptr(),
             key_norm=None if key_norm is None else key_norm.weight.data_ptr(),
@@ -289,30 +325,57 @@ class CpuOperations:
             query_eps=0.0 if query_norm is None else query_norm.eps,
             key_eps=0.0 if key_norm is None else key_norm.eps,
         )
-        self._kernels.rotate_store(byref(call), self._is_bfloat16)
+        self._compute(Kind.ROTATE, call)
         return query
 
-    def attend(self, query: Tensor, step: StepTensors, cache: LayerCache, *, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        step: StepTensors,
+        cache: LayerCache,
+        *,
+        window: int | None,
+    ) -> Tensor:
         """Tile by tile of the context, in its order."""
         attended = self._buffers.take("attended", query.shape[0], query.shape[1], query.dtype)
-        call: AttentionCall = step.attention.call
-        call.query, call.query_stride = query.data_ptr(), query.stride(0)
-        call.keys, call.values = cache.keys.data_ptr(), cache.values.data_ptr()
-        call.out, call.out_stride = attended.data_ptr(), attended.stride(0)
-        call.window = _EVERYTHING if window is None else window
-        self._kernels.paged_attention(byref(call), self._is_bfloat16)
+        spec = self._spec
+        call = AttentionCall(
+            query=query.data_ptr(),
+            query_stride=query.stride(0),
+            keys=cache.keys.data_ptr(),
+            values=cache.values.data_ptr(),
+            step=self._arrays(step),
+            out=attended.data_ptr(),
+            out_stride=attended.stride(0),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=spec.block_size,
+            window=_EVERYTHING if window is None else window,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap or 0.0,
+        )
+        self._compute(Kind.ATTEND, call)
         return attended
 
     def _normed(self, hidden: Tensor, update: Tensor | None, norm: Norm, update_norm: Norm | None) -> Tensor:
         num_tokens, size = hidden.shape
         normed = self._buffers.take("normed", num_tokens, size, self._spec.dtype)
-        self._kernels.norm_rows(
-            *(hidden.data_ptr(), hidden.stride(0)),
-            *((None, 0) if update is None else (update.data_ptr(), update.stride(0))),
-            *((None, 0.0) if update_norm is None else (update_norm.weight.data_ptr(), update_norm.eps)),
-            *(norm.weight.data_ptr(), norm.eps, normed.data_ptr(), normed.stride(0)),
-            *(num_tokens, size, self._is_bfloat16),
+        call = NormCall(
+            hidden=hidden.data_ptr(),
+            hidden_stride=hidden.stride(0),
+            weight=norm.weight.data_ptr(),
+            out=normed.data_ptr(),
+            out_stride=normed.stride(0),
+            num_tokens=num_tokens,
+            size=size,
+            eps=norm.eps,
         )
+        if update is not None:
+            call.update, call.update_stride = update.data_ptr(), update.stride(0)
+        if update_norm is not None:
+            call.update_weight, call.update_eps = update_norm.weight.data_ptr(), update_norm.eps
+        self._compute(Kind.NORM, call)
         return normed
 
     def _linear(
@@ -326,14 +389,17 @@ class CpuOperations:
         soft_cap: float = 0.0,
     ) -> Tensor:
         assert isinstance(layer, PackedLinear)
-        num_rows = inputs.shape[0]
-        out = self._buffers.take(name, num_rows, layer.out_features, dtype)
-        call = layer.call
-        call.rows, call.row_stride = inputs.data_ptr(), inputs.stride(0)
-        call.out, call.out_stride = out.data_ptr(), out.stride(0)
-        call.num_rows, call.soft_cap = num_rows, soft_cap
-        self._kernels.linear_layer(byref(call), finish, self._is_bfloat16, dtype == torch.float32)
+        out = self._buffers.take(name, inputs.shape[0], layer.out_features, dtype)
+        call = layer.call_for(inputs, out, soft_cap)
+        self._compute(Kind.LINEAR, call, finish, float_out=dtype == torch.float32)
         return out
+
+    def _compute(
+        self, kind: Kind, call: ctypes.Structure, finish: Finish = Finish.AS_IS, *, float_out: bool = False
+    ) -> None:
+        operation = Operation(kind, finish, float_out, ctypes.addressof(call))
+        self._kernels.compute(byref(operation), 1, self._is_bfloat16)
+        self._tapes.add(operation, call)
 
 
 def padded(count: int, multiple: int) -> int:

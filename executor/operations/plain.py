@@ -13,7 +13,7 @@ from torch.nn import functional
 from executor import sampler
 from executor.attention.base import AttentionBackend
 from executor.inputs import SampleRow, StepInputs
-from executor.kv_cache import LayerCache
+from executor.kv_cache import KVCache, LayerCache
 from executor.operations.base import Activation, Linear, Norm, StepTensors
 from executor.staging import StepArrays, on_device
 
@@ -51,6 +51,10 @@ class PlainOperations:
             logits_indices=arrays.logits_indices,
             attention=self.attention.prepare(inputs, arrays),
         )
+
+    def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:  # noqa: ARG002 - the interface's
+        """Never: nothing is remembered."""
+        return None
 
     def embed(self, step: StepTensors, table: Linear, scale: float) -> Tensor:
         """Rows of the table."""

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from executor.inputs import SampleRow, StepInputs
-from executor.kv_cache import LayerCache
+from executor.kv_cache import KVCache, LayerCache
 from executor.operations.base import Activation, Linear, Norm, Operations, StepTensors
 
 
@@ -80,6 +80,10 @@ class ParallelOperations:
     def prepare(self, inputs: StepInputs) -> StepTensors:
         """The shard's."""
         return self._shard.prepare(inputs)
+
+    def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:  # noqa: ARG002 - the interface's
+        """Never: the ranks speak to each other between a shard's operations."""
+        return None
 
     def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
         """The shard's; asked of the first rank."""

@@ -160,9 +160,12 @@ def test_logits_are_those_of_the_sampling_rows(kind: str, dtype: torch.dtype, so
 @either_dtype
 def test_embeddings_are_rows_of_the_packed_table(kind: str, dtype: torch.dtype) -> None:
     table = random(np.random.default_rng(0), 272, 40, dtype=dtype)
-    under_test = operations(kind, spec(dtype))
-    token_ids = torch.tensor([0, 271, 16, 16, 15, 100, 101, 102, 103, 104])
-    step = StepTensors(token_ids, token_ids, token_ids, None)
+    of = spec(dtype)
+    under_test = operations(kind, of)
+    token_ids = [0, 271, 16, 16, 15, 100, 101, 102, 103, 104]
+    blocks = np.zeros(len(token_ids), dtype=np.int32)
+    row = Row(0, token_ids, 0, blocks, SamplingParams(max_tokens=1), 0, ())
+    step = under_test.prepare(build_inputs([row], of.block_size).inputs)
     packed = under_test.pack(table.clone(), None)
     assert torch.equal(under_test.embed(step, packed, 1.0), table[token_ids].float())
     torch.testing.assert_close(under_test.embed(step, packed, 1.5), table[token_ids].float() * 1.5)

@@ -187,22 +187,16 @@ def correctness(machine: Machine) -> dict[str, Any]:
     num_cases = 0
     for head_dim, group, block_size in itertools.product(dims, groups, sizes):
         spec = machine.spec(head_dim, 2, group, block_size)
-        for backend in machine.backends(spec):
-            if machine.is_late:
-                failed.append(f"d{head_dim} group {group} block {block_size} {backend.name}: no time was left")
-                continue
-            for kind in kinds(is_small):
-                for unused in (0.0, torch.nan):
-                    num_cases += 1
-                    name = f"{backend.name} d{head_dim} group {group} block {block_size} {kind.name}"
-                    try:
-                        error = attended(machine, backend, spec, kind, unused)
-                    except Exception as failure:  # noqa: BLE001 - one case stops no other
-                        failed.append(f"{name}: {type(failure).__name__}: {failure}"[:300])
-                        continue
-                    worst[backend.name] = max(worst.get(backend.name, 0.0), error)
-                    if not error < TOLERANCE[spec.dtype]:
-                        failed.append(f"{name}, unused {unused}: relative error {error:.2e}")
+        for backend, kind, unused in itertools.product(
+            machine.backends(spec), kinds(is_small), (0.0, torch.nan)
+        ):
+            num_cases += 1
+            error, why = error_of_case(machine, backend, spec, kind, unused)
+            worst[backend.name] = max(worst.get(backend.name, 0.0), error)
+            if why is not None:
+                failed.append(
+                    f"{backend.name} d{head_dim} group {group} block {block_size} {kind.name}: {why}"
+                )
     if not machine.is_gpu:
         worst["CPU kernels"] = kernels_error(machine)
         if not worst["CPU kernels"] < TOLERANCE[torch.float32]:
@@ -211,6 +205,20 @@ def correctness(machine: Machine) -> dict[str, Any]:
     if failed:
         raise WrongError(f"{len(failed)} of {num_cases} cases, the first: {failed[0]}", result)
     return result
+
+
+def error_of_case(
+    machine: Machine, backend: type[AttentionBackend], spec: AttentionSpec, kind: Kind, unused: float
+) -> tuple[float, str | None]:
+    """The relative error of one batch, and what is wrong with it; one case stops no other."""
+    if machine.is_late:
+        return 0.0, "no time was left"
+    try:
+        error = attended(machine, backend, spec, kind, unused)
+    except Exception as failure:  # noqa: BLE001 - see above
+        return 0.0, f"{type(failure).__name__}: {failure}"[:300]
+    is_good = error < TOLERANCE[spec.dtype]
+    return error, None if is_good else f"relative error {error:.2e}, unused slots {unused}"
 
 
 class WrongError(Exception):
