@@ -32,7 +32,7 @@ rows_of_a_step = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     lengths=rows_of_a_step,
     num_kv_heads=st.sampled_from([1, 2]),

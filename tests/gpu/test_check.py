@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from executor.attention.reference import ReferenceAttention
-from tests.gpu import check, machine, model_parts
+from tests.gpu import attention_parts, check, machine, model_parts
 from tests.gpu.attention_parts import WrongError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="`python -m tests.gpu.check` is for a GPU")
@@ -45,6 +45,10 @@ def test_a_part_that_breaks_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
     def is_wrong(*_: object) -> dict[str, Any]:
         raise WrongError("two tokens differ", {"different": 2})
 
+    for module, name in (
+        (attention_parts, "correctness"), (attention_parts, "bandwidth"), (model_parts, "whole_step"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_: {})
     monkeypatch.setattr(check, "rates", breaks)
     monkeypatch.setattr(model_parts, "sampling", is_wrong)
     code, found = run(tmp_path)
@@ -55,17 +59,15 @@ def test_a_part_that_breaks_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
     assert found["parts"]["sampling"]["found"] == {"different": 2}
 
 
-def test_wrong_attention_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = ReferenceAttention.forward
 
     def off_by_little(self: ReferenceAttention, *args: Any, **options: Any) -> torch.Tensor:
         return forward(self, *args, **options) * 1.001
 
     monkeypatch.setattr(ReferenceAttention, "forward", off_by_little)
-    code, found = run(tmp_path)
-    assert code == 1
-    assert found["parts"]["attention"]["verdict"] == "WRONG"
-    assert "relative error 1.00e-03" in found["parts"]["attention"]["why"]
+    with pytest.raises(WrongError, match="relative error 1.00e-03"):
+        attention_parts.correctness(machine.Machine.here(60.0))
 
 
 def test_when_time_is_up_what_is_left_is_said_not_to_have_run(tmp_path: Path) -> None:

@@ -54,9 +54,7 @@ ALL: Final = (
 )
 FEW: Final = (
     Variant(torch.bfloat16, 128, 16, "split"),
-    Variant(torch.bfloat16, 64, 16, "chunk"),
-    Variant(torch.bfloat16, 256, 16, "chunk", has_window=True, has_soft_cap=True),
-    Variant(torch.float32, 64, 16, "whole"),
+    Variant(torch.bfloat16, 64, 16, "chunk", has_window=True, has_soft_cap=True),
 )
 
 
