@@ -29,8 +29,8 @@ COPY protos protos
 COPY rpc rpc
 COPY chairlift chairlift
 COPY ${SERVICE} ${SERVICE}
-# A router brings its HTTP door along; CHAIRLIFT_HTTP=0.0.0.0:8000 opens it.
-RUN extras="${EXTRAS:-${SERVICE}}"; if [ "${extras}" = router ]; then extras=router,http; fi; \
+# A router brings its HTTP door along; CHAIRLIFT_HTTP=0.0.0.0:8000 opens it. CHAIRLIFT_TRACES sends traces.
+RUN extras="${EXTRAS:-${SERVICE}},tracing"; if [ "${SERVICE}" = router ]; then extras="${extras},http"; fi; \
     pip="/opt/chairlift/bin/pip install --no-cache-dir --find-links /wheels"; \
     case ",${extras}," in \
         *,gpu,*) $pip ".[executor]" hatchling ninja packaging psutil setuptools wheel && \

@@ -39,7 +39,7 @@ check: $(DEV_STAMP)
 	$(BIN)/lint-imports
 
 soak: $(DEV_STAMP) $(MODEL_STAMP)
-	$(BIN)/pytest -m soak --timeout 3600 --soak-minutes $(SOAK_MINUTES)
+	$(BIN)/pytest -m soak --timeout 3600 --soak-minutes $(SOAK_MINUTES) --artefacts artefacts
 
 bench: $(DEV_STAMP) $(MODEL_STAMP)
 	$(BIN)/python -m bench

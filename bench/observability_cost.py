@@ -1,11 +1,13 @@
-"""What metrics cost: CPU seconds for 1,000 tokens, with the metrics port scraped against without one.
+"""What it costs to be looked at: CPU seconds for 1,000 tokens, watched against unwatched.
 
-    python -m bench.observability_cost [--model models/smollm2] [--rounds 9] [--streams 32] [--tokens 64]
+    python -m bench.observability_cost [--model models/smollm2] [--with metrics page traces] [--rounds 9]
+                                       [--streams 32] [--tokens 64]
 
-Two servers of three processes stand side by side, one with metrics (each process scraped once a second,
-fifteen times as often as is usual), one without. The same load goes to one and the other in turn, the first
-of each round alternating; what is compared is the CPU time of the processes, by the medians of all rounds.
-With a tiny model the executor computes next to nothing: the share of the metrics is the largest there can be.
+Two servers of three processes stand side by side. One has metrics (each process scraped once a second, much
+oftener than usual), its live page open, and traces of every request sent to a collector, or what of these
+`--with` names; the other has none. The same load goes to one and the other in turn, the first of each round
+alternating. What is compared is the CPU time of the processes, by the medians of all rounds; who looks is not
+counted. With a tiny model the executor computes next to nothing, and the share is the largest there can be.
 """
 
 import argparse
@@ -18,10 +20,15 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
+import httpx2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from bench.stack import Work, one
 from chairlift.calls import Router, router_at
@@ -29,14 +36,41 @@ from rpc.address import Address
 from rpc.channel import connect
 
 TIERS = ("executor", "scheduler", "router")
+WAYS = ("metrics", "page", "traces")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Server:
-    """Three processes; `ports` are those of their metrics."""
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Takes spans, and counts them."""
 
-    def __init__(self, folder: Path, model: Path, *, has_metrics: bool) -> None:
+    def __init__(self) -> None:
+        self.num_spans = 0
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802 - the contract's
+        """A batch of them."""
+        self.num_spans += sum(
+            len(scope.spans) for of_process in request.resource_spans for scope in of_process.scope_spans
+        )
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@contextlib.contextmanager
+def collecting(address: str) -> Iterator[Collector]:
+    """A collector at this address."""
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    server.add_insecure_port(address)
+    server.start()
+    yield collector
+    server.stop(0).wait()
+
+
+class Server:
+    """Three processes; `ports` are those of their metrics, `page` is the socket of the live page."""
+
+    def __init__(self, folder: Path, model: Path, *, ways: Collection[str], collector: str) -> None:
         self.ports: list[str] = []
+        self.page = f"{folder}/http.sock" if "page" in ways else ""
         self._processes: list[subprocess.Popen[str]] = []
         self.address = Address(f"unix:{folder}/router.sock")
         sockets = {tier: f"unix:{folder}/{tier}.sock" for tier in TIERS}
@@ -47,13 +81,19 @@ class Server:
         }
         for tier in TIERS:
             own = ["--listen", sockets[tier], "--log-level", "warning", *flags[tier]]
-            if has_metrics:
+            if "metrics" in ways:
                 own += ["--metrics-listen", "127.0.0.1:0"]
+            if "traces" in ways:
+                own += ["--traces", collector]
+            if tier == "router" and self.page:
+                own += ["--http", f"unix:{self.page}"]
             process = subprocess.Popen([sys.executable, "-m", tier, *own], stdout=subprocess.PIPE, text=True)
             self._processes.append(process)
             assert process.stdout is not None
             process.stdout.readline()
-            if has_metrics:
+            if tier == "router" and self.page:
+                process.stdout.readline()
+            if "metrics" in ways:
                 self.ports.append(process.stdout.readline().strip().removeprefix("metrics on "))
 
     async def ready(self) -> None:
@@ -83,6 +123,16 @@ class Server:
                 )
             await asyncio.sleep(1.0)
 
+    async def look(self) -> None:
+        """Reads what the live page reads, until cancelled."""
+        transport = httpx2.AsyncHTTPTransport(uds=self.page)
+        async with (
+            httpx2.AsyncClient(transport=transport, base_url="http://router", timeout=None) as client,
+            client.stream("GET", "/live") as response,
+        ):
+            async for _ in response.aiter_bytes():
+                pass
+
     def close(self) -> None:
         """Ends the processes."""
         for process in self._processes:
@@ -93,21 +143,24 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def scraped(server: Server) -> AsyncIterator[None]:
-    """A server while somebody looks at its metrics, if it has any."""
-    looking = asyncio.create_task(server.scrape()) if server.ports else None
+async def looked_at(server: Server) -> AsyncIterator[None]:
+    """A server while somebody looks at its metrics and its page, as far as it has them."""
+    looking = [asyncio.create_task(server.scrape())] if server.ports else []
+    if server.page:
+        looking.append(asyncio.create_task(server.look()))
     try:
         yield
+        assert not any(task.done() for task in looking), "somebody looked until the end"
     finally:
-        if looking is not None:
-            looking.cancel()
-            await asyncio.wait([looking])
+        for task in looking:
+            task.cancel()
+        await asyncio.gather(*looking, return_exceptions=True)
 
 
 async def round_of(server: Server, args: argparse.Namespace) -> dict[str, float]:
     """CPU seconds for 1,000 tokens, by tier."""
     works = [Work([5 + i, 6, 7, 8], args.tokens) for i in range(args.streams)]
-    async with router_at(Router(server.address)) as router, scraped(server):
+    async with router_at(Router(server.address)) as router, looked_at(server):
         before = server.cpu_seconds
         for _ in range(args.waves):
             await asyncio.gather(*(one(router, work, time.monotonic()) for work in works))
@@ -118,9 +171,13 @@ async def round_of(server: Server, args: argparse.Namespace) -> dict[str, float]
 
 async def compare(args: argparse.Namespace) -> None:
     """Prints medians of both, and their ratio."""
-    with tempfile.TemporaryDirectory() as plain_folder, tempfile.TemporaryDirectory() as told_folder:
-        plain = Server(Path(plain_folder), args.model, has_metrics=False)
-        told = Server(Path(told_folder), args.model, has_metrics=True)
+    with (
+        tempfile.TemporaryDirectory() as plain_folder,
+        tempfile.TemporaryDirectory() as told_folder,
+        collecting(where := f"unix:{told_folder}/otlp.sock") as collector,
+    ):
+        plain = Server(Path(plain_folder), args.model, ways=(), collector=where)
+        told = Server(Path(told_folder), args.model, ways=args.ways, collector=where)
         try:
             rounds: dict[Server, list[dict[str, float]]] = {plain: [], told: []}
             for server in rounds:
@@ -132,6 +189,7 @@ async def compare(args: argparse.Namespace) -> None:
         finally:
             plain.close()
             told.close()
+    print(f"watched by {', '.join(args.ways)}; {collector.num_spans} spans were sent")
     print(f"{'CPU s / 1,000 tokens':<22} {'without':>9} {'with':>9} {'ratio':>8}")
     for tier in (*TIERS, "all"):
         with_, without = (
@@ -145,6 +203,7 @@ def main() -> None:
     """Reads the flags and compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
+    parser.add_argument("--with", dest="ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--waves", type=int, default=2, help="loads one after the other in a round")
     parser.add_argument("--streams", type=int, default=32)

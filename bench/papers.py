@@ -2,7 +2,7 @@
 
     python -m bench.papers [--out bench/results/papers.json] [PART …]
 
-Parts: orca, paged, sarathi, vtc, mooncake. In the laboratory, on step times from a roofline that no part
+Parts: orca, paged, kv, sarathi, vtc, mooncake. In the laboratory, on step times from a roofline that no part
 changes; the same on every machine.
 """
 
@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from chairlift.lab.loads import Load, fresh_prompt, hashed_prompt, read_trace
 from chairlift.lab.loop import Arrival, Step
 from chairlift.lab.run import Setup, Summary, served, simulate
 from chairlift.lab.step_times import Linear, preset
-from scheduler.policy import Limits
+from scheduler.policy import Admission, Limits
 from scheduler.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT
 from scheduler.waiting import Policy
 
 DATA = Path(__file__).parent / "data"
 NO_CACHE = Limits(window=1, prefix_caching=False)
+ORCA = ("orca-max", "orca-pow2", "orca-oracle")
 BATCH_SIZES = (8, 16, 32, 64)
 TOLERANCE = 0.05  # of a rate that is searched
 
@@ -97,15 +99,61 @@ def paged() -> dict[str, Any]:
     )
     load = Load(1000, prompt="exponential:161", output="exponential:338", rate=2.0, max_tokens=1024)
     result = {}
-    for scheme in ("orca-max", "orca-pow2", "orca-oracle", "prefill-first", "chairlift"):
+    for scheme in (*ORCA, *(f"{name}-buddy" for name in ORCA), "prefill-first", "chairlift"):
         at_two = simulate(setup, load, scheme)
         flooded = simulate(setup, replace(load, arrivals="at-once"), scheme)
         result[scheme] = {
             "running_at_2_a_second": round(at_two.mean_running, 2),
             "running_when_flooded": round(flooded.mean_running, 2),
             "tokens_per_second_when_flooded": round(flooded.output_tokens_per_second),
+            "kv_filled_when_flooded": round(flooded.kv_filled_share, 3),
         }
     return result
+
+
+# --- KV policies -----------------------------------------------------------------------------------------
+
+
+def kv() -> dict[str, Any]:
+    """Ways to hold KV memory under one scheduler: OPT-13B on an A100-40GB, lengths of ShareGPT conversations.
+
+    All at once; clients allow 1,024 tokens. And what finding prefixes again is worth: the first 600 requests
+    of Mooncake's conversation trace on Mistral-7B and an A100-80GB, one every 2 s.
+    """
+    setup = Setup(preset("opt-13b-a100-40"), 15_700 // 16, max_seq_len=2048, limits=Limits(window=1))
+    load = Load(800, rows=tuple(read_trace(DATA / "sharegpt_turns.csv")), arrivals="at-once", max_tokens=1024)
+    optimistic = replace(setup, limits=replace(setup.limits, admission=Admission.OPTIMISTIC))
+    runs = {name: (setup, name) for name in ("contiguous-buddy", "contiguous", "paged")} | {
+        "paged, admitting freely, victims by cost": (optimistic, "paged"),
+        "paged, admitting freely, victims by order": (optimistic, "victims-by-order"),
+    }
+    result: dict[str, Any] = {
+        name: _kv_figures(simulate(of, load, name_of)) for name, (of, name_of) in runs.items()
+    }
+    rows = islice(read_trace(DATA / "mooncake_conversation.jsonl"), 600)
+    turns = [
+        Arrival(2.0 * index, hashed_prompt(row), row.num_output_tokens, row.num_output_tokens)
+        for index, row in enumerate(rows)
+    ]
+    step_times = preset("mistral-7b-a100-80")
+    large = Setup(step_times, step_times.num_kv_tokens() // 16, limits=Limits(window=1))
+    for name in ("contiguous", "paged", "chairlift"):
+        summary = simulate(large, turns, name)
+        result[f"{name}, turns of conversations"] = _kv_figures(summary) | {
+            "first_token_p50": round(summary.first_token_p50, 2),
+            "prefix_hit_share": round(summary.prefix_hit_share, 3),
+        }
+    return result
+
+
+def _kv_figures(summary: Summary) -> dict[str, Any]:
+    return {
+        "running": round(summary.mean_running, 1),
+        "kv_filled": round(summary.kv_filled_share, 3),
+        "tokens_per_second": round(summary.output_tokens_per_second),
+        "preemptions": summary.preemptions,
+        "recomputed": round(summary.recomputed_share, 3),
+    }
 
 
 # --- Sarathi-Serve ---------------------------------------------------------------------------------------
@@ -198,6 +246,7 @@ def mooncake() -> dict[str, Any]:
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "orca": orca,
     "paged": paged,
+    "kv": kv,
     "sarathi": sarathi,
     "vtc": vtc,
     "mooncake": mooncake,

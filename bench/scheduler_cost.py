@@ -20,11 +20,12 @@ import statistics
 import subprocess
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scheduler import audit, collector, wire
+from rpc import collector
+from scheduler import audit, wire
 from scheduler.core import SchedulerCore
 from scheduler.plan import BatchPlan, Capacity, StepResult
 from scheduler.policy import Admission, Limits
@@ -42,12 +43,18 @@ VLLM_STEPS = 60  # it takes its time
 
 
 def core_with(
-    num_running: int, num_waiting: int, num_steps: int, policy: Policy, *, lockstep: bool
+    num_running: int,
+    num_waiting: int,
+    num_steps: int,
+    policy: Policy,
+    *,
+    lockstep: bool,
+    make_core: Callable[..., SchedulerCore] = SchedulerCore,
 ) -> tuple[SchedulerCore, RouterSession]:
     """A core whose `num_running` seats are taken for longer than the measurement, and a queue behind them."""
     blocks_each = (PROMPT_TOKENS + 2 * num_steps) // BLOCK_SIZE + 2
     limits = Limits(window=1, policy=policy, admission=Admission.FORECAST)
-    core = SchedulerCore(limits, cache_secret=b"benchmark")
+    core = make_core(limits, cache_secret=b"benchmark")
     capacity = Capacity(
         num_blocks=num_running * blocks_each,
         block_size=BLOCK_SIZE,

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
         Choice,
         FinishReason,
         Message,
+        Model,
         Piece,
         TokenLogprobs,
+        ToolCall,
         Usage,
     )
 
@@ -34,9 +36,11 @@ __all__ = [
     "Client",
     "FinishReason",
     "Message",
+    "Model",
     "Piece",
     "Stream",
     "TokenLogprobs",
+    "ToolCall",
     "Usage",
 ]
 

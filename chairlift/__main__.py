@@ -23,6 +23,8 @@ _COMMANDS = {
     "demo": "twelve questions at once, and what the batch did",
     "bench": "measure a model on this machine",
     "simulate": "what schedulers do to a load, in logical time",
+    "calibrate": "measure how long an executor's steps take, for simulate",
+    "replay": "a recorded scheduler again, as it was or under other settings",
     "capacity": "the highest rate that keeps stated limits, or the executors a rate needs",
     "key": "make an API key",
     "certs": "make certificates to try TLS with",

@@ -7,15 +7,16 @@ from typing import Any, TypedDict
 from chairlift.results import Message
 from protos.v1 import common_pb2, router_pb2
 
-Prompt = str | Sequence[int] | Sequence[Message | Mapping[str, str]]
-"""A text to continue, token ids, or a conversation (messages, or mappings with `role` and `content`)."""
+Prompt = str | Sequence[int] | Sequence[Message | Mapping[str, Any]]
+"""A text to continue, token ids, or a conversation (messages, or mappings of the same fields)."""
 
 
 class Options(TypedDict, total=False):
     """What may be said beside the prompt. What is left out is the server's default.
 
-    The fields are those of `GenerateRequest` and `SamplingParams` in protos/v1, with their limits; `tools`
-    are definitions as mappings, for the model's chat template. Of `json_schema` (a mapping, or JSON text),
+    The fields are those of `GenerateRequest` and `SamplingParams` in protos/v1, with their limits. For
+    conversations alone, of `Chat`: `tools` (definitions as mappings), `add_generation_prompt`,
+    `continue_final_message`. Of `json_schema` (a mapping, or JSON text),
     `regex` and `choice` one may be given: the answer's text matches it.
     """
 
@@ -27,6 +28,8 @@ class Options(TypedDict, total=False):
     priority: int
     cache_salt: str
     tools: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
     temperature: float
     top_p: float
     top_k: int
@@ -37,6 +40,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     logprobs: int
+    prompt_logprobs: int
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
@@ -48,6 +52,7 @@ class Options(TypedDict, total=False):
     choice: Sequence[str]
 
 
+_OF_CHATS = frozenset({"tools", "add_generation_prompt", "continue_final_message"})
 _CONSTRAINTS = frozenset({"json_schema", "regex", "choice"})
 _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
@@ -57,7 +62,7 @@ def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateReq
 
     Raises:
         TypeError: an option that there is not, or a value of the wrong type.
-        ValueError: a number that the contract cannot hold; tools without a conversation.
+        ValueError: a number that the contract cannot hold; what is for conversations, and there is none.
     """
     request = router_pb2.GenerateRequest()
     _put_prompt(request, prompt)
@@ -67,8 +72,8 @@ def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateReq
             raise TypeError(f"{name!r} is no option; options are {options_there_are}")
         if value is None:
             continue
-        if name == "tools":
-            _put_tools(request, options["tools"])
+        if name in _OF_CHATS:
+            _put_of_chat(request, name, value)
         elif name in _CONSTRAINTS:
             _put_constraint(request.sampling, name, value)
         else:
@@ -83,17 +88,31 @@ def _put_prompt(request: router_pb2.GenerateRequest, prompt: Prompt) -> None:
     request.token_ids.SetInParent()
     for entry in prompt:
         if isinstance(entry, Message):
-            request.chat.messages.add(role=entry.role, content=entry.content, name=entry.name)
+            turn = request.chat.messages.add(role=entry.role, content=entry.content, name=entry.name)
+            turn.tool_call_id = entry.tool_call_id
+            for call in entry.tool_calls:
+                turn.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
         elif isinstance(entry, Mapping):
             request.chat.messages.add(**entry)
         else:
             request.token_ids.ids.append(entry)
 
 
-def _put_tools(request: router_pb2.GenerateRequest, tools: Sequence[Mapping[str, Any]]) -> None:
+def tokenize_request(prompt: str | Sequence[Message | Mapping[str, Any]]) -> router_pb2.TokenizeRequest:
+    """What is to become ids. Raises TypeError and ValueError as `generate_request` does."""
+    asked = generate_request(prompt, {})
+    if isinstance(prompt, str):
+        return router_pb2.TokenizeRequest(text=asked.text)
+    return router_pb2.TokenizeRequest(chat=asked.chat)
+
+
+def _put_of_chat(request: router_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not request.HasField("chat"):
-        raise ValueError("tools are for a conversation, and the prompt is none")
-    request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        raise ValueError(f"{name} is for a conversation, and the prompt is none")
+    if name == "tools":
+        request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in value)
+    else:
+        setattr(request.chat, name, value)
 
 
 def _put_constraint(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:

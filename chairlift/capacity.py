@@ -7,7 +7,7 @@ from pathlib import Path
 
 from chairlift.lab.capacity import Targets, TargetsError, fewest_executors, highest_rate
 from chairlift.lab.loads import LoadError
-from chairlift.lab.run import Summary, simulate
+from chairlift.lab.run import Summary, settle, simulate
 from chairlift.lab.schemes import SCHEMES
 from chairlift.lab.setups import (
     MAX_EXECUTORS,
@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
         if not wants_executors:
             options.rate = 1.0  # where the search begins
         choice = choice_of(options)
+        settle()
         search = _executors if wants_executors else _rate
         found = search(choice, targets, options.scheme)
         if options.json is not None:

@@ -10,16 +10,18 @@ import random
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
+from google.protobuf.message import Message as ProtoMessage
 
-from chairlift.asking import Options, Prompt, generate_request
+from chairlift.asking import Options, Prompt, generate_request, tokenize_request
 from chairlift.calls import API_KEY_VARIABLE, DEFAULT_ADDRESS, MAX_MESSAGE_BYTES, Router, failure
 from chairlift.patience import Patience
-from chairlift.results import Answer, ChairliftError, Message, Piece
+from chairlift.results import Answer, ChairliftError, Message, Model, Piece
 from chairlift.transcript import Diverged, Transcript, whole_answer
-from protos.v1 import router_pb2_grpc
+from chairlift.transcript import model as model_of
+from protos.v1 import router_pb2, router_pb2_grpc
 from rpc.address import Address, parse_list
 from rpc.channel import connect, connect_blocking
 from rpc.errors import RequestError, StartError, from_call
@@ -73,60 +75,129 @@ class Client:
     ) -> Answer:
         """The whole answer to a text, to token ids, or to a conversation. Raises ChairliftError.
 
-        answer = client.generate("Once upon a time", max_tokens=40, temperature=0.8, n=2)
-        for choice in answer.choices:
-            print(choice.finish_reason, choice.usage.num_output_tokens, choice.text)
+            answer = client.generate("Once upon a time", max_tokens=40, temperature=0.8, n=2)
+            for choice in answer.choices:
+                print(choice.finish_reason, choice.usage.num_output_tokens, choice.text)
+
+        How likely a text is: the log-probabilities of its tokens but the first, summed up.
+
+            answer = client.generate("The sky is blue", prompt_logprobs=0, max_tokens=1)
+            print(sum(entry.logprob for entry in answer.prompt_logprobs))
+
+        An answer of a given form:
+
+            answer = client.generate("Is the sky blue?", choice=["yes", "no"])
+            print(answer.text)
         """
-        request = generate_request(prompt, options)
-        patience = _patience(self._max_retries, timeout_seconds)
-        while True:
-            remaining_seconds = patience.remaining_seconds(time.monotonic())
-            router = self._routers.current
-            try:
-                return whole_answer(
-                    self._stub(router).Complete(request, timeout=remaining_seconds, metadata=router.metadata)
-                )
-            except grpc.RpcError as error:
-                delay = self._routers.delay_before_retry(patience, from_call(error), router)
-            time.sleep(delay)
+        return whole_answer(self._ask("Complete", generate_request(prompt, options), timeout_seconds))
 
     def chat(
         self,
-        messages: str | Sequence[Message | Mapping[str, str]],
+        messages: str | Sequence[Message | Mapping[str, Any]],
         *,
         timeout_seconds: float | None = None,
         **options: Unpack[Options],
     ) -> Answer:
         """The assistant's answer to a conversation; a text alone is one message of a user.
 
-        answer = client.chat(
-            [
-                {"role": "system", "content": "You are brief."},
-                {"role": "user", "content": "Why is the sky blue?"},
-            ],
-            max_tokens=60,
-        )
-        print(answer.text)
+            answer = client.chat(
+                [
+                    {"role": "system", "content": "You are brief."},
+                    {"role": "user", "content": "Why is the sky blue?"},
+                ],
+                max_tokens=60,
+            )
+            print(answer.text)
+
+        An assistant's message that goes on:
+
+            story = [chairlift.Message("user", "A story!"), chairlift.Message("assistant", "Once")]
+            print(client.chat(story, continue_final_message=True, max_tokens=40).text)
+
+        A tool's answer to what an assistant called, where the model's template knows tools:
+
+            call = chairlift.ToolCall("call_1", "weather", '{"city": "Bern"}')
+            turns = [
+                chairlift.Message("user", "How is the weather in Bern?"),
+                chairlift.Message("assistant", "", tool_calls=(call,)),
+                chairlift.Message("tool", "sunny", tool_call_id="call_1"),
+            ]
+            print(client.chat(turns, max_tokens=40).text)
         """
         return self.generate(_conversation(messages), timeout_seconds=timeout_seconds, **options)
 
     def stream(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> "Stream":
-        """The answer as it comes, to whatever `generate` takes. Leaving the `with` block cancels the request.
+        """The answer as it comes, to whatever `generate` takes.
 
-        with client.stream("Once upon a time", max_tokens=100) as stream:
-            for piece in stream:
-                print(piece.text, end="", flush=True)
-        print(stream.answer.choices[0].usage)
+        Leaving the `with` block cancels the request.
+
+            with client.stream("Once upon a time", max_tokens=100) as stream:
+                for piece in stream:
+                    print(piece.text, end="", flush=True)
+            print(stream.answer.choices[0].usage)
         """
         transcript = Transcript(generate_request(prompt, options))
         return Stream(self._pieces(transcript, _patience(self._max_retries, timeout_seconds)), transcript)
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Message | Mapping[str, Any]],
+        *,
+        timeout_seconds: float | None = None,
+    ) -> tuple[int, ...]:
+        """The token ids of a text, or of a conversation in the model's template.
+
+        Raises ChairliftError.
+
+            print(len(client.tokenize("How long is this?")))
+        """
+        return tuple(self._ask("Tokenize", tokenize_request(prompt), timeout_seconds).token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        include_special: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> str:
+        """The text of token ids, special tokens shown or not.
+
+        Raises ChairliftError.
+
+            print(client.detokenize([104, 105]))
+        """
+        request = router_pb2.DetokenizeRequest(token_ids=token_ids, include_special=include_special)
+        return str(self._ask("Detokenize", request, timeout_seconds).text)
+
+    def model(self, *, timeout_seconds: float | None = None) -> Model:
+        """What is served, its limits and its defaults.
+
+        Raises ChairliftError.
+
+            model = client.model()
+            print(model.name, model.max_total_tokens, model.defaults["temperature"])
+        """
+        return model_of(self._ask("GetModel", router_pb2.GetModelRequest(), timeout_seconds))
 
     def close(self) -> None:
         """Gives the connections back; calls that run are cancelled."""
         for channel in self._channels.values():
             channel.close()
+
+    def _ask(self, method: str, request: ProtoMessage, timeout_seconds: float | None) -> Any:
+        """What a call that is no stream answers."""
+        patience = _patience(self._max_retries, timeout_seconds)
+        while True:
+            remaining_seconds = patience.remaining_seconds(time.monotonic())
+            router = self._routers.current
+            call = getattr(self._stub(router), method)
+            try:
+                return call(request, timeout=remaining_seconds, metadata=router.metadata)
+            except grpc.RpcError as error:
+                delay = self._routers.delay_before_retry(patience, from_call(error), router)
+            time.sleep(delay)
 
     def _stub(self, router: Router) -> router_pb2_grpc.RouterStub:
         return router_pb2_grpc.RouterStub(self._channels[router.address])
@@ -165,10 +236,15 @@ class Client:
 
 
 class AsyncClient:
-    """Asks a router, on the running event loop; otherwise as `Client`.
+    """Asks a router, on the running event loop.
 
-    async with chairlift.AsyncClient() as client:
-        answers = await asyncio.gather(*(client.chat(question) for question in questions))
+    Otherwise as `Client`.
+
+        import chairlift
+
+        async with chairlift.AsyncClient("127.0.0.1:50051") as client:
+            questions = ["Why is the sky blue?", "Why is the grass green?"]
+            answers = await asyncio.gather(*(client.chat(one, max_tokens=32) for one in questions))
     """
 
     def __init__(
@@ -190,57 +266,103 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> Answer:
-        """The whole answer, as `Client.generate` gives it. Cancelling the task cancels the request.
+        """The whole answer, as `Client.generate` gives it.
 
-        answer = await client.generate([1, 2, 3], max_tokens=8, temperature=0)
-        print(answer.choices[0].token_ids)
+        Cancelling the task cancels the request.
+
+            answer = await client.generate([1, 2, 3], max_tokens=8, temperature=0, logprobs=2)
+            print(answer.choices[0].token_ids, answer.choices[0].logprobs[0].top)
         """
-        request = generate_request(prompt, options)
-        patience = _patience(self._max_retries, timeout_seconds)
-        while True:
-            remaining_seconds = patience.remaining_seconds(time.monotonic())
-            router = self._routers.current
-            try:
-                return whole_answer(
-                    await self._stub(router).Complete(
-                        request, timeout=remaining_seconds, metadata=router.metadata
-                    )
-                )
-            except grpc.aio.AioRpcError as error:
-                delay = self._routers.delay_before_retry(patience, from_call(error), router)
-            await asyncio.sleep(delay)
+        return whole_answer(await self._ask("Complete", generate_request(prompt, options), timeout_seconds))
 
     async def chat(
         self,
-        messages: str | Sequence[Message | Mapping[str, str]],
+        messages: str | Sequence[Message | Mapping[str, Any]],
         *,
         timeout_seconds: float | None = None,
         **options: Unpack[Options],
     ) -> Answer:
         """The assistant's answer, as `Client.chat` gives it.
 
-        answer = await client.chat("Why is the sky blue?", timeout_seconds=30)
-        print(answer.text)
+        For example:
+
+            answer = await client.chat("Why is the sky blue?", max_tokens=32, timeout_seconds=30)
+            print(answer.text)
         """
         return await self.generate(_conversation(messages), timeout_seconds=timeout_seconds, **options)
 
     def stream(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> "AsyncStream":
-        """The answer as it comes. Leaving the `async with` block cancels the request.
+        """The answer as it comes.
 
-        async with client.stream([chairlift.Message("user", "Tell me a story.")]) as stream:
-            async for piece in stream:
-                print(piece.text, end="", flush=True)
+        Leaving the `async with` block cancels the request.
+
+            story = [chairlift.Message("user", "Tell me a story.")]
+            async with client.stream(story, max_tokens=100) as stream:
+                async for piece in stream:
+                    print(piece.text, end="", flush=True)
         """
         transcript = Transcript(generate_request(prompt, options))
         patience = _patience(self._max_retries, timeout_seconds)
         return AsyncStream(self._pieces(transcript, patience), transcript)
 
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Message | Mapping[str, Any]],
+        *,
+        timeout_seconds: float | None = None,
+    ) -> tuple[int, ...]:
+        """The token ids, as `Client.tokenize` gives them.
+
+        For example:
+
+            print(len(await client.tokenize([chairlift.Message("user", "How long is this?")])))
+        """
+        return tuple((await self._ask("Tokenize", tokenize_request(prompt), timeout_seconds)).token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        include_special: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> str:
+        """The text, as `Client.detokenize` gives it.
+
+        For example:
+
+            print(await client.detokenize([104, 105], include_special=True))
+        """
+        request = router_pb2.DetokenizeRequest(token_ids=token_ids, include_special=include_special)
+        return str((await self._ask("Detokenize", request, timeout_seconds)).text)
+
+    async def model(self, *, timeout_seconds: float | None = None) -> Model:
+        """What is served, as `Client.model` gives it.
+
+        For example:
+
+            print((await client.model()).name)
+        """
+        return model_of(await self._ask("GetModel", router_pb2.GetModelRequest(), timeout_seconds))
+
     async def close(self) -> None:
         """Gives the connections back; calls that run are cancelled."""
         for channel in self._channels.values():
             await channel.close(None)
+
+    async def _ask(self, method: str, request: ProtoMessage, timeout_seconds: float | None) -> Any:
+        """What a call that is no stream answers."""
+        patience = _patience(self._max_retries, timeout_seconds)
+        while True:
+            remaining_seconds = patience.remaining_seconds(time.monotonic())
+            router = self._routers.current
+            call = getattr(self._stub(router), method)
+            try:
+                return await call(request, timeout=remaining_seconds, metadata=router.metadata)
+            except grpc.aio.AioRpcError as error:
+                delay = self._routers.delay_before_retry(patience, from_call(error), router)
+            await asyncio.sleep(delay)
 
     def _stub(self, router: Router) -> "router_pb2_grpc.RouterAsyncStub":
         if router.address not in self._channels:  # a channel belongs to the loop that runs when it is made
@@ -382,8 +504,8 @@ def _patience(max_retries: int, timeout_seconds: float | None) -> Patience:
 
 
 def _conversation(
-    messages: str | Sequence[Message | Mapping[str, str]],
-) -> Sequence[Message | Mapping[str, str]]:
+    messages: str | Sequence[Message | Mapping[str, Any]],
+) -> Sequence[Message | Mapping[str, Any]]:
     return [Message("user", messages)] if isinstance(messages, str) else messages
 
 

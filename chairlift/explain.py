@@ -19,10 +19,13 @@ def main(argv: list[str]) -> int:
     """Asks the router and prints the time line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="chairlift explain", description=__doc__.partition(": ")[2])
     parser.add_argument("request_id", help="the id that Accepted told")
+    parser.add_argument(
+        "--tenant", default="", help="whose request it is, for an admin's key; default: the key's own"
+    )
     add_flags(parser)
     options = parser.parse_args(argv)
     try:
-        response = asyncio.run(_ask(from_flags(options), options.request_id))
+        response = asyncio.run(_ask(from_flags(options), options.request_id, options.tenant))
     except (AddressError, ChairliftError) as error:
         print(f"chairlift explain: {error}", file=sys.stderr)
         return 1
@@ -30,8 +33,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-async def _ask(router: Router, request_id: str) -> router_pb2.ExplainResponse:
-    request = router_pb2.ExplainRequest(request_id=request_id)
+async def _ask(router: Router, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
+    request = router_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
     async with router_at(router) as stub:
         return await stub.Explain(request, timeout=10, metadata=router.metadata)
 

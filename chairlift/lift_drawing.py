@@ -7,6 +7,8 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from chairlift import latency_drawing
+from chairlift.latency_drawing import Waits
 from chairlift.lift import Cell, End, Kind, Lift
 
 # Far apart from neighbour to neighbour, and of different lightness: for eyes that tell few hues apart.
@@ -28,20 +30,32 @@ _SCREEN_LINES: Final = 4
 
 
 def screen(
-    lifts: Mapping[str, Lift], *, title: str, state: str, width: int, height: int, now: float
+    lifts: Mapping[str, Lift],
+    *,
+    title: str,
+    state: str,
+    width: int,
+    height: int,
+    now: float,
+    waits: Mapping[str, Waits] | None = None,
 ) -> RenderableType:
-    """Everything there is to see. `state` is empty while the router answers."""
+    """Everything there is to see. `state` is empty while the router answers.
+
+    `waits`: how long clients wait for what, where the router has told.
+    """
+    waited = [line for name, one in (waits or {}).items() for line in latency_drawing.lines(name, one)]
     head = Text.assemble((title, "bold"), "   ", (state, "red") if state else _totals(lifts, now))
     parts: list[RenderableType] = [head]
     if not lifts and not state:
         parts.append(Text("The lift stands still: nothing has been computed since you look.", style="dim"))
     if lifts:
-        room = (height - _SCREEN_LINES) // len(lifts) - _PANEL_LINES
+        room = (height - _SCREEN_LINES - len(waited)) // len(lifts) - _PANEL_LINES
         parts += [
             _panel(name, lift, width=width, num_rows=max(room, _MIN_SEATS), now=now)
             for name, lift in sorted(lifts.items())
         ]
         parts.append(_queue(max(lifts.values(), key=lambda lift: lift.news_at)))
+    parts += waited
     parts.append(Text(_LEGEND, style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
 

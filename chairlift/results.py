@@ -15,12 +15,26 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool that an assistant's turn called; `arguments` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation; `role` is system, user, assistant or tool."""
+    """One turn of a conversation; `role` is system, user, assistant or tool.
+
+    `tool_calls` are an assistant's, and `tool_call_id` says which of them a tool's turn answers.
+    """
 
     role: str
     content: str
     name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +77,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer. The same request with this `seed` gives the same one."""
+    """A whole answer. The same request with this `seed` gives the same one.
+
+    `prompt_logprobs` has an entry for each token of the prompt from the second on when they were asked for.
+    """
 
     request_id: str
     seed: int
     choices: tuple[Choice, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def text(self) -> str:
@@ -84,6 +102,23 @@ class Piece:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is served. Prompt and output together may have `max_total_tokens`.
+
+    `defaults` are the sampling values of a request that leaves them out, by the names of options.
+    """
+
+    name: str
+    max_total_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    defaults: dict[str, float]
+    dtype: str
+    has_chat_template: bool
+    max_message_bytes: int
 
 
 class ChairliftError(Exception):

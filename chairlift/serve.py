@@ -80,6 +80,9 @@ class ServeSettings(Settings):
     )
     max_queued: int | None = Field(default=None, description="Most waiting requests beyond the free seats.")
     max_queued_tokens: int | None = Field(default=None, description="Most prompt tokens of all that wait.")
+    record: str | None = Field(
+        default=None, description="A file that the scheduler's inputs are written to, for `chairlift replay`."
+    )
     tenants: str | None = Field(
         default=None,
         description="A TOML file of tenants: API keys (every request needs one), limits, weights.",
@@ -93,6 +96,9 @@ class ServeSettings(Settings):
         default=None, description="With --tls-ca: certificate, or any client (keys tell who it is)."
     )
     model_name: str | None = Field(default=None, description="The name that clients call the model by.")
+    generation_config: str | None = Field(
+        default=None, description="model: its generation config fills in what a request leaves out; or none."
+    )
     default_max_tokens: int | None = Field(
         default=None, description="Most tokens when a request does not say."
     )
@@ -106,6 +112,13 @@ class ServeSettings(Settings):
         default=None,
         description="Where to serve Prometheus metrics, HOST:PORT: the router's there, the scheduler's and "
         "the executor's at the next two ports.",
+    )
+    traces: str | None = Field(
+        default=None,
+        description="Collector to send traces to (OpenTelemetry, OTLP over gRPC): HOST:PORT or https://HOST:PORT.",
+    )
+    trace_steps: int | None = Field(
+        default=None, description="With --traces, every how many steps one gets a span; 0: none."
     )
     grace_seconds: float = Field(
         default=30.0, ge=0, description="How long running requests may go on after SIGTERM."
@@ -141,6 +154,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "aging_seconds": ("scheduler",),
     "max_queued": ("scheduler",),
     "max_queued_tokens": ("scheduler",),
+    "record": ("scheduler",),
     "tenants": ("scheduler", "router"),
     "tls_cert": ("router",),
     "tls_key": ("router",),
@@ -148,9 +162,12 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "tls_clients": ("router",),
     "http": ("router",),
     "model_name": ("router",),
+    "generation_config": ("router",),
     "default_max_tokens": ("router",),
     "recovery_timeout": ("router",),
     "client_stall_seconds": ("router",),
+    "traces": ALL,
+    "trace_steps": ("executor",),
     "grace_seconds": ALL,
     "max_message_bytes": ALL,
     "log_format": ALL,

@@ -13,9 +13,9 @@ from rich.table import Table
 from chairlift.lab import pictures
 from chairlift.lab.loads import Load, LoadError
 from chairlift.lab.loop import Arrival
-from chairlift.lab.run import Summary, simulate
+from chairlift.lab.run import Summary, settle, simulate
 from chairlift.lab.schemes import SCHEMES
-from chairlift.lab.setups import Choice, SetupError, add_flags, choice_of
+from chairlift.lab.setups import Choice, SetupError, add_flags, at_rate, choice_of
 from chairlift.lab.step_times import StepTimesError
 
 _ADVANCE_EVERY = 64  # requests: a bar that moves more often costs more than it tells
@@ -35,34 +35,75 @@ def main(argv: list[str]) -> int:
         choices=list(SCHEMES),
         help="who schedules; may be given several times; default chairlift",
     )
+    parser.add_argument(
+        "--rates", type=_rates, metavar="R,R,…", help="each scheme at each of these requests a second"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draws batch and memory over time")
+    parser.add_argument(
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="draws batch and memory over time, and service with --tenants; latency against load with "
+        "--rates; .pdf and .svg are drawn as such",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress, no table")
     options = parser.parse_args(argv)
+    if options.rates:
+        options.rate = options.rates[0]
     try:
         choice = choice_of(options)
         if options.png is not None:
             pictures.check()
         schemes = list(dict.fromkeys(options.scheme or ["chairlift"]))
-        summaries, watched = _run(choice, schemes, quiet=options.quiet, watches=options.png is not None)
+        choices = [at_rate(choice, rate) for rate in options.rates or ()] or [choice]
+        watches = options.png is not None and not options.rates
+        settle()
+        runs = [_run(each, schemes, quiet=options.quiet, watches=watches) for each in choices]
         if options.json is not None:
-            text = json.dumps([summary.as_json() for summary in summaries], indent=2)
-            options.json.write_text(text + "\n")
-        if options.png is not None:
-            pictures.draw(watched, options.png)
+            options.json.write_text(json.dumps(_figures(options.rates, runs), indent=2) + "\n")
+        if options.png is not None and options.rates:
+            pictures.draw_curves(_curves(options.rates, runs), options.png)
+        elif options.png is not None:
+            pictures.draw(runs[0][1], options.png)
     except (LoadError, SetupError, StepTimesError, pictures.NoPicturesError, OSError) as error:
         print(f"chairlift simulate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     if not options.quiet:
-        Console().print(table(summaries))
+        for rate, (summaries, _) in zip(options.rates or [None], runs, strict=True):
+            Console().print(table(summaries, rate))
     return 0
 
 
-def _run(
-    choice: Choice, schemes: list[str], *, quiet: bool, watches: bool
-) -> tuple[list[Summary], dict[str, pictures.Watcher]]:
+Run = tuple[list[Summary], dict[str, pictures.Watcher]]
+
+
+def _rates(text: str) -> list[float]:
+    rates = sorted({float(part) for part in text.split(",")})
+    if not all(0 < rate < 1e9 for rate in rates):  # noqa: PLR2004 - rates, and no infinity
+        raise argparse.ArgumentTypeError(f"{text!r} has a rate that is not above 0")
+    return rates
+
+
+def _figures(rates: list[float] | None, runs: list[Run]) -> list[dict[str, object]]:
+    told = [{} if rates is None else {"rate": rate} for rate in rates or [0.0]]
+    return [
+        told_of | summary.as_json()
+        for told_of, (summaries, _) in zip(told, runs, strict=True)
+        for summary in summaries
+    ]
+
+
+def _curves(rates: list[float], runs: list[Run]) -> dict[str, list[tuple[float, Summary]]]:
+    curves: dict[str, list[tuple[float, Summary]]] = {}
+    for rate, (summaries, _) in zip(rates, runs, strict=True):
+        for summary in summaries:
+            curves.setdefault(summary.scheme, []).append((rate, summary))
+    return curves
+
+
+def _run(choice: Choice, schemes: list[str], *, quiet: bool, watches: bool) -> "Run":
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     summaries: list[Summary] = []
@@ -85,9 +126,10 @@ def _counted(load: Load, progress: Progress, task: TaskID) -> Iterator[Arrival]:
     progress.update(task, completed=load.num_requests)
 
 
-def table(summaries: list[Summary]) -> Table:
-    """A column for each run."""
-    result = Table(title=_title(summaries[0]), title_justify="left")
+def table(summaries: list[Summary], rate: float | None = None) -> Table:
+    """A column for each run, all at this rate."""
+    at = "" if rate is None else f", {rate:g} a second"
+    result = Table(title=_title(summaries[0]) + at, title_justify="left")
     result.add_column("")
     for item in summaries:
         result.add_column(item.scheme, justify="right")
@@ -109,6 +151,8 @@ _CELLS: dict[str, Callable[[Summary], str]] = {
     "whole time by tokens p50": lambda item: _seconds(item.per_output_token_p50),
     "rows of a step": lambda item: f"{item.mean_rows:.1f}",
     "running, by time": lambda item: f"{item.mean_running:.1f}",
+    "KV held": lambda item: f"{100 * item.kv_held_share:.1f} %",
+    "of it with tokens": lambda item: f"{100 * item.kv_filled_share:.1f} %",
     "preemptions": lambda item: f"{item.preemptions:,}",
     "computed in vain": lambda item: f"{100 * item.recomputed_share:.1f} %",
     "prompt tokens found": lambda item: f"{100 * item.prefix_hit_share:.1f} %",

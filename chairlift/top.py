@@ -6,23 +6,27 @@ The live page's picture, from the same source: the router's Watch. What is drawn
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
 import time
 
+import grpc
 from rich.console import Console
 from rich.live import Live
 
 from chairlift.calls import Router, add_flags, from_flags, router_at
+from chairlift.latency_drawing import Waits
 from chairlift.lift import End, Frame, Gauges, Lift
 from chairlift.lift_drawing import screen
 from chairlift.results import ChairliftError
 from chairlift.watch import step_of
-from protos.v1 import common_pb2, router_pb2
+from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.address import AddressError
 
 _FRAMES_PER_SECOND = 8
 _RETRY_SECONDS = 1.0
+_WAITS_SECONDS = 1.0
 _ENDS = {
     common_pb2.FINISH_REASON_STOP: End.FINISHED,
     common_pb2.FINISH_REASON_LENGTH: End.FINISHED,
@@ -50,6 +54,10 @@ def frame_of(summary: router_pb2.StepSummary) -> Frame:
             queue=tuple((group.priority, group.tenant, group.num_waiting) for group in summary.waiting),
         ),
     )
+
+
+def _waits_of(histogram: router_pb2.Histogram) -> Waits:
+    return Waits(tuple(histogram.bounds), tuple(histogram.counts))
 
 
 def main(argv: list[str]) -> int:
@@ -81,6 +89,7 @@ class _Top:
         self._router = router
         self._console = console
         self._lifts: dict[str, Lift] = {}
+        self._waits: dict[str, Waits] = {}
         self._model = ""
         self._state = "connecting"
 
@@ -104,16 +113,34 @@ class _Top:
             async with router_at(self._router) as stub:
                 served = await stub.GetModel(router_pb2.GetModelRequest(), metadata=self._router.metadata)
                 self._model, self._state = served.model, ""
-                async for summary in stub.Watch(router_pb2.WatchRequest(), metadata=self._router.metadata):
-                    lift = self._lifts.setdefault(summary.executor_id, Lift())
-                    lift.take(frame_of(summary), time.monotonic())
-                    for other in self._lifts.values():
-                        if other is not lift:
-                            other.lose(lift.boarded)
+                asking = asyncio.create_task(self._ask_for_waits(stub))
+                try:
+                    await self._watch(stub)
+                finally:
+                    asking.cancel()
         except ChairliftError as error:
             if error.code != "UNAVAILABLE" or not self._model:
                 raise
             self._state = str(error)
+
+    async def _watch(self, stub: "router_pb2_grpc.RouterAsyncStub") -> None:
+        async for summary in stub.Watch(router_pb2.WatchRequest(), metadata=self._router.metadata):
+            lift = self._lifts.setdefault(summary.executor_id, Lift())
+            lift.take(frame_of(summary), time.monotonic())
+            for other in self._lifts.values():
+                if other is not lift:
+                    other.lose(lift.boarded)
+
+    async def _ask_for_waits(self, stub: "router_pb2_grpc.RouterAsyncStub") -> None:
+        """How long clients wait, once a second; when the router does not say, `_watch` learns why."""
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                status = await stub.GetStatus(router_pb2.GetStatusRequest(), metadata=self._router.metadata)
+                self._waits = {
+                    "first token": _waits_of(status.time_to_first_token),
+                    "between tokens": _waits_of(status.inter_token),
+                }
+            await asyncio.sleep(_WAITS_SECONDS)
 
     async def _draw(self, live: Live) -> None:
         # In the loop that reads, not in a thread of its own: nothing changes under the pen.
@@ -126,6 +153,7 @@ class _Top:
                 width=width,
                 height=height,
                 now=time.monotonic(),
+                waits=self._waits,
             )
             live.update(picture, refresh=True)
             await asyncio.sleep(1 / _FRAMES_PER_SECOND)

@@ -12,7 +12,7 @@ A state machine without I/O. It must not know channels, clocks, retries.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from chairlift.results import Answer, Choice, FinishReason, Piece, TokenLogprobs, Usage
+from chairlift.results import Answer, Choice, FinishReason, Model, Piece, TokenLogprobs, Usage
 from protos.v1 import common_pb2, router_pb2
 
 _REASONS = {
@@ -48,6 +48,7 @@ class Transcript:
         self.request = request
         self._asked = request
         self._accepted = router_pb2.Accepted()
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._choices = [_Choice() for _ in range(max(1, request.n))]
 
     @property
@@ -86,6 +87,8 @@ class Transcript:
         match event.WhichOneof("event"):
             case "accepted":
                 self._accepted = event.accepted
+            case "prompt_info":
+                self._prompt_logprobs = tuple(map(_logprobs, event.prompt_info.logprobs))
             case "delta":
                 return self._grow(event.delta)
             case "finished":
@@ -103,6 +106,7 @@ class Transcript:
                 for index, one in enumerate(self._choices)
                 if one.finished is not None
             ),
+            self._prompt_logprobs,
         )
 
     def _grow(self, delta: router_pb2.Delta) -> Piece | None:
@@ -140,6 +144,21 @@ def whole_answer(response: router_pb2.GenerateResponse) -> Answer:
             _choice(one.index, one.text, one.token_ids, map(_logprobs, one.logprobs), one.finished)
             for one in response.choices
         ),
+        tuple(map(_logprobs, response.prompt_info.logprobs)),
+    )
+
+
+def model(response: router_pb2.GetModelResponse) -> Model:
+    """What a router says of its model."""
+    return Model(
+        name=response.model,
+        max_total_tokens=response.max_total_tokens,
+        vocab_size=response.vocab_size,
+        eos_token_ids=tuple(response.eos_token_ids),
+        defaults={field.name: value for field, value in response.defaults.ListFields()},
+        dtype=response.dtype,
+        has_chat_template=response.has_chat_template,
+        max_message_bytes=response.max_message_bytes,
     )
 
 

@@ -15,7 +15,8 @@ from executor.parallel.follower import follow
 from executor.parallel.followers import Followers
 from executor.parallel.place import Place, place_of
 from executor.servicer import serve
-from rpc import log, settings
+from executor.traces import StepTraces
+from rpc import log, settings, tracing
 from rpc.errors import StartError
 from rpc.server import main
 
@@ -89,7 +90,8 @@ async def run() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if place.rank > 0:
         return follow(place, partial(follow_first_rank, config, place))
-    code, is_device_busy = await serve_first_rank(config, place)
+    with tracing.opened(config, "executor") as tracer:
+        code, is_device_busy = await serve_first_rank(config, place, tracer)
     if is_device_busy:
         # Python would unwind the thread from inside of torch, which ends the process with an abort.
         sys.stdout.flush()
@@ -98,7 +100,9 @@ async def run() -> int:
     return code
 
 
-async def serve_first_rank(config: ExecutorSettings, place: Place) -> tuple[int, bool]:
+async def serve_first_rank(
+    config: ExecutorSettings, place: Place, tracer: tracing.Tracer | None
+) -> tuple[int, bool]:
     """Serve, with the other ranks if there are any; the exit code, and whether the device is still busy."""
     loop = asyncio.get_running_loop()
     group: Group | None = None
@@ -127,6 +131,7 @@ async def serve_first_rank(config: ExecutorSettings, place: Place) -> tuple[int,
             max_window=config.window,
             on_device_busy=leave_device,
             watch=followers.watch,
+            traces=None if tracer is None else StepTraces(tracer, config.trace_steps),
         )
         if group is not None and not is_device_busy:
             group.end()

@@ -64,6 +64,13 @@ class ExecutorSettings(ServiceSettings):
         "Default: as many as torchrun started, else 1.",
     )
 
+    trace_steps: int = Field(
+        default=100,
+        ge=0,
+        le=2**31 - 1,
+        description="With --traces, every how many steps one gets a span of its own; 0: none.",
+    )
+
     def token_budget(self, device: str) -> int:
         """Most tokens in a step on a kind of device, the default filled in."""
         return self.max_num_batched_tokens or _DEFAULT_TOKEN_BUDGET[device]

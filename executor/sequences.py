@@ -99,7 +99,8 @@ class NewSequence:
     """A sequence the executor has not seen, or has forgotten.
 
     `prompt_logprobs_from` is the first position whose log-probability is wanted; None for none. `unsupported`
-    names the options its request sets and this executor does not serve.
+    names the options its request sets and this executor does not serve. `traceparent` names the span that its
+    computation is part of; empty for none.
     """
 
     seq_id: int
@@ -110,6 +111,7 @@ class NewSequence:
     params: SamplingParams
     unsupported: tuple[str, ...] = ()
     prompt_logprobs_from: int | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ carries. All of it but the steps themselves runs on the event loop.
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeVar
@@ -20,6 +21,7 @@ from executor.late_work import LateEpochWork
 from executor.metrics import ExecutorMetrics
 from executor.sequences import BatchPlan, PlanError, SequenceTable, StepResult
 from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Superseded
+from executor.traces import StepTraces
 from protos.v1 import executor_pb2, executor_pb2_grpc
 from rpc import server as rpc_server
 from rpc.errors import RequestError, abort
@@ -95,8 +97,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         max_window: int,
         grace_seconds: float,
         on_device_lost: Callable[[BaseException], None],
+        traces: StepTraces | None = None,
     ) -> None:
         self._device = device
+        self._traces = traces
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._max_num_batched_tokens = 0  # until it is known what the device is
@@ -247,6 +251,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             message = self._result_message(result, timings)
             for stream in self._session.complete(plan.epoch, plan.step_id, message):
                 self._calls[stream].answer(message)
+            if self._traces is not None and plan.epoch == self._session.epoch:
+                self._traces.step(plan, result, timings, time.monotonic())
         self._check_drained()
 
     def _result_message(self, result: StepResult, timings: StepTimings) -> executor_pb2.StepResult:
@@ -259,6 +265,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         if self._work is not None:
             self._work.is_over = True
             self._work = None
+        if self._traces is not None:
+            self._traces.epoch_over(time.monotonic())
         self._end_calls(reason)
 
     def _end_calls(self, reason: Exception) -> None:
@@ -342,6 +350,7 @@ async def serve(
     max_window: int,
     on_device_busy: Callable[[], None] = lambda: None,
     watch: Callable[[], Awaitable[NoReturn]] | None = None,
+    traces: StepTraces | None = None,
 ) -> int:
     """Serve the runner that `load` makes until SIGTERM; returns the exit code.
 
@@ -365,6 +374,7 @@ async def serve(
         max_window=max_window,
         grace_seconds=settings.grace_seconds,
         on_device_lost=lose_device,
+        traces=traces,
     )
 
     async def run() -> None:

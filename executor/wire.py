@@ -81,6 +81,7 @@ def new_sequence_from_proto(message: executor_pb2.NewSequence) -> NewSequence:
         prompt_logprobs_from=(
             message.prompt_logprobs_from if message.HasField("prompt_logprobs_from") else None
         ),
+        traceparent=message.traceparent,
     )
 
 

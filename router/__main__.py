@@ -20,12 +20,13 @@ from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer
 from router.tokenizer import Tokenizer
 from router.validation import Defaults
-from rpc import log
+from rpc import collector, log, tracing
 from rpc.errors import StartError
 from rpc.health import Health
 from rpc.server import main, serve
 from rpc.settings import load
 from rpc.tls import Tls
+from rpc.tracing import Tracer
 
 if TYPE_CHECKING:  # its libraries are an extra
     from router.http.server import HttpDoor
@@ -39,6 +40,11 @@ async def run_router() -> int:
     """Serves until told to stop; returns the exit code. Raises StartError when it cannot start."""
     settings = load(RouterSettings, sys.argv[1:], prog="chairlift router")
     log.configure("router", fmt=settings.log_format, level=settings.log_level)
+    with tracing.opened(settings, "router") as tracer:
+        return await _serve(settings, tracer)
+
+
+async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
     certificates = settings.tls()
     doorkeeper = Doorkeeper(settings.tenants)
     try:
@@ -73,10 +79,14 @@ async def run_router() -> int:
         model=ServedModel(
             name=settings.model_name or files.name,
             tokenizer=tokenizer,
-            defaults=_defaults(files.generation_defaults, settings.default_max_tokens),
+            defaults=_defaults(
+                files.generation_defaults if settings.generation_config == "model" else GenerationDefaults(),
+                settings.default_max_tokens,
+            ),
         ),
         schedulers=schedulers,
         tokens=_resume_tokens(settings.cluster_secret_file),
+        tracer=tracer,
     )
     servicer = RouterServicer(
         intake=intake,
@@ -86,6 +96,7 @@ async def run_router() -> int:
         doorkeeper=doorkeeper,
     )
     http_door = _http_door(intake, schedulers, settings, doorkeeper, certificates) if settings.http else None
+    collector.settle()
     try:
         return await serve(
             settings,
@@ -100,7 +111,7 @@ async def run_router() -> int:
             ],
         )
     finally:
-        intake.close()
+        await intake.close()
 
 
 def _resume_tokens(secret_file: Path | None) -> ResumeTokens | None:
@@ -171,6 +182,9 @@ def _defaults(model: GenerationDefaults, max_tokens: int | None) -> Defaults:
         top_p=plain.top_p if model.top_p is None else model.top_p,
         top_k=plain.top_k if model.top_k is None else model.top_k,
         min_p=plain.min_p if model.min_p is None else model.min_p,
+        repetition_penalty=(
+            plain.repetition_penalty if model.repetition_penalty is None else model.repetition_penalty
+        ),
         max_tokens=model.max_tokens if max_tokens is None else max_tokens,
     )
 

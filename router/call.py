@@ -6,7 +6,7 @@ The same for every door; each puts the news into its own words. It must not know
 import asyncio
 from collections import abc
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import grpc
 
@@ -23,8 +23,7 @@ class PromptSeen:
     log: RequestLog
 
 
-@dataclass(frozen=True, slots=True)
-class Grown:
+class Grown(NamedTuple):
     """More of one choice."""
 
     log: RequestLog
@@ -122,8 +121,11 @@ class Call:
             await self._bell.wait()
 
     def _first_failure(self) -> RequestError | None:
-        ends = (choice.end for log in self.logs for choice in log.choices if choice.end is not None)
-        return next((failed for end in ends if (failed := failure(end)) is not None), None)
+        for log in self.logs:
+            for choice in log.choices:
+                if choice.end is not None and (failed := failure(choice.end)) is not None:
+                    return failed
+        return None
 
 
 def failure(end: End) -> RequestError | None:

@@ -48,6 +48,11 @@ class RouterSettings(ServiceSettings):
         description="File with at least 16 random bytes that all routers of a cluster have: they go on with "
         "each other's streams. Absent: a router verifies its own resume tokens alone, until it ends.",
     )
+    generation_config: Literal["model", "none"] = Field(
+        default="model",
+        description="Whose values stand for sampling fields that a request leaves out: those of the model's "
+        "generation config; none: temperature 1 and everything else off.",
+    )
     default_max_tokens: int | None = Field(
         default=None,
         ge=1,

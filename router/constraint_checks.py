@@ -70,13 +70,13 @@ class ConstraintChecks:
             field = field_of(constraint)
             raise invalid(field, f"{field} cannot be kept to: {fault}")
 
-    def close(self) -> None:
-        """Ends the processes."""
+    async def close(self) -> None:
+        """Ends the processes; returns when they have ended."""
         for trial in self._faults.values():
             trial.cancel()
-        for process in self._idle:
-            _kill(process)
-        self._idle.clear()
+        await asyncio.gather(*self._faults.values(), return_exceptions=True)
+        while self._idle:
+            await _kill(self._idle.pop())
 
     async def _tried(self, asked: str) -> str | None:
         try:
@@ -88,12 +88,12 @@ class ConstraintChecks:
                         process.stdin.write(asked.encode() + b"\n")
                         line = await process.stdout.readline()
                 except TimeoutError:
-                    _kill(process)
+                    await _kill(process)
                     return f"it takes longer than {self._max_seconds:g} seconds to build; make it simpler"
                 except (OSError, RuntimeError) as error:  # it has ended before it was asked
                     raise _cannot_check() from error
                 if not line:
-                    _kill(process)
+                    await _kill(process)
                     return "it takes too much memory to build; make it simpler"
                 fault: str | None = json.loads(line)
                 return fault
@@ -108,7 +108,7 @@ class ConstraintChecks:
             try:
                 yield process
             except BaseException:
-                _kill(process)
+                await _kill(process)
                 raise
             if _is_alive(process):
                 self._idle.append(process)
@@ -142,10 +142,10 @@ async def _started() -> asyncio.subprocess.Process:
     except (OSError, RuntimeError):  # it has ended already, and its pipe with it
         line = b""
     except BaseException:
-        _kill(process)
+        await _kill(process)
         raise
     if line != b"null\n":
-        _kill(process)
+        await _kill(process)
         _log.error("constraint_worker_failed", said=line.decode(errors="replace"))
         raise _cannot_check()
     return process
@@ -159,11 +159,12 @@ def _cannot_check() -> RequestError:
     return RequestError(grpc.StatusCode.UNAVAILABLE, "constraints cannot be checked now; try again")
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
+async def _kill(process: asyncio.subprocess.Process) -> None:
     if process.stdin is not None:
         process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
         process.kill()
+    await process.wait()
 
 
 def _as_asked(constraint: Constraint) -> list[Any]:

@@ -19,6 +19,7 @@ import time
 import uuid
 from collections import abc
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import grpc
@@ -37,10 +38,12 @@ from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool, placing_name
 from router.scheduler_session import Welcome
 from router.stop_strings import StopStrings
-from router.tally import Tally
+from router.tally import Tally, outcome_of_error
 from router.text_stream import TextStream
-from router.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer, TooManyTokensError
+from router.traces import CallTrace
 from rpc.errors import RequestError, invalid
+from rpc.tracing import Tracer
 
 # Texts up to this long are tokenized at once (well under a millisecond); longer ones in a thread.
 _INLINE_CHARACTERS: Final = 2048
@@ -75,6 +78,8 @@ class Arrival:
     body_digest: bytes
     refuse_unknown: abc.Callable[[], None] = lambda: None
     caller: Caller = ANYBODY
+    trace: tuple[str, str] = ("", "")
+    """The `traceparent` and `tracestate` that came with it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -98,12 +103,18 @@ class Intake:
     """The requests under way in this router, and the way in."""
 
     def __init__(
-        self, *, model: ServedModel, schedulers: SchedulerPool, tokens: ResumeTokens | None = None
+        self,
+        *,
+        model: ServedModel,
+        schedulers: SchedulerPool,
+        tokens: ResumeTokens | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """Without `tokens`, those of this router can be verified by nobody else."""
         self.model = model
         self.latencies = Latencies()
         self.tally = Tally()
+        self._tracer = tracer
         self._schedulers = schedulers
         self._tokens = tokens or ResumeTokens(secrets.token_bytes(32))
         self._holders: dict[Name, _Holder] = {}
@@ -132,9 +143,9 @@ class Intake:
         """Returns when no request is left."""
         await self._idle.wait()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Gives the tokenizer's threads back, and the processes that try constraints."""
-        self._constraint_checks.close()
+        await self._constraint_checks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- generation ---------------------------------------------------------------------------------
@@ -150,13 +161,23 @@ class Intake:
         """
         is_begun = False
         self.tally.num_received += len(requests)
+        trace = CallTrace(
+            self._tracer,
+            requests,
+            model=self.model.name,
+            received_at=arrival.received_at,
+            parent=arrival.trace,
+        )
         try:
             tenant, named = arrival.caller.tenant, _named(requests)
             with (
                 structlog.contextvars.bound_contextvars(request_id=named[0].request_id),
                 self._held([(tenant, asked.request_id) for asked in named if asked.resume is None]),
             ):
-                begun = [await self._begun(asked, arrival) for asked in named]
+                begun = [
+                    await self._begun(asked, arrival, traceparent)
+                    for asked, traceparent in zip(named, trace.traceparents, strict=True)
+                ]
                 validation.check_prompt_logprobs(sum(one.log.num_prompt_numbers for one in begun))
                 call = Call(tuple(one.log for one in begun))
                 try:
@@ -171,9 +192,13 @@ class Intake:
                         self._release(log, End(reason), now)
                         if is_begun:
                             self.tally.left(log, now)
+                            trace.left(log, now)
         except BaseException as error:
             if not is_begun:
-                self.tally.not_begun(len(requests), error, is_late=_is_late(arrival, time.monotonic()))
+                now = time.monotonic()
+                is_late = _is_late(arrival, now)
+                self.tally.not_begun(len(requests), error, is_late=is_late)
+                trace.not_begun(outcome_of_error(error, is_late=is_late), error, now)
             raise
 
     @contextlib.contextmanager
@@ -196,17 +221,22 @@ class Intake:
             if not self._num_calls:
                 self._idle.set()
 
-    async def _begun(self, asked: validation.GenerateRequest, arrival: Arrival) -> _Begun:
+    async def _begun(self, asked: validation.GenerateRequest, arrival: Arrival, traceparent: str) -> _Begun:
         """A request's log, and where it goes. Raises RequestError when it is not right in every respect."""
         tenant = arrival.caller.tenant
         self._schedulers.check_serving()
         age_seconds = self._age(asked.request_id, asked.resume, arrival) if asked.resume else None
-        checked = validation.checked(asked, model=self.model.name, limits=_limits(self._schedulers.welcome()))
+        limits = _limits(self._schedulers.welcome())
+        checked = validation.checked(asked, model=self.model.name, limits=limits)
         keys.check_priority(arrival.caller, checked.priority)
         arrival.refuse_unknown()
         if checked.sampling.constraint is not None:
             await self._constraint_checks.check(checked.sampling.constraint)
-        prompt_token_ids = await self._prompt_token_ids(checked.prompt)
+        try:
+            prompt_token_ids = await self._prompt_token_ids(checked.prompt, limits.max_total_tokens)
+        except TooManyTokensError as error:
+            validation.check_prompt_length("prompt", error.num_tokens, limits)
+            raise
         scheduler = self._schedulers.place(placing_name(tenant, tuple(prompt_token_ids)))
         welcome = scheduler.welcome
         assert welcome is not None, "a scheduler that takes requests has been welcomed"
@@ -237,6 +267,7 @@ class Intake:
             received_at=arrival.received_at,
             latencies=self.latencies,
             resume_token=asked.resume.resume_token if asked.resume else self._token(asked, arrival),
+            traceparent=traceparent,
         )
         if asked.resume is not None and age_seconds is not None:
             received = checked_received(
@@ -318,8 +349,13 @@ class Intake:
             self._kept.keep(log, now)
         _log_end(log)
 
-    async def _prompt_token_ids(self, prompt: str | tuple[int, ...] | validation.Chat) -> abc.Sequence[int]:
-        """Ids of a checked prompt. What may take long runs in a thread, and the loop goes on."""
+    async def _prompt_token_ids(
+        self, prompt: str | tuple[int, ...] | validation.Chat, at_most: int
+    ) -> abc.Sequence[int]:
+        """Ids of a checked prompt. What may take long runs in a thread, and the loop goes on.
+
+        Raises TooManyTokensError when a text has more, and RequestError.
+        """
         tokenizer = self.model.tokenizer
         loop = asyncio.get_running_loop()
         match prompt:
@@ -328,14 +364,21 @@ class Intake:
             case str() if len(prompt) <= _INLINE_CHARACTERS:
                 return tokenizer.encode(prompt)
             case str():
-                return await loop.run_in_executor(self._threads, tokenizer.encode, prompt)
+                encode = partial(tokenizer.encode, prompt, at_most=at_most)
+                return await loop.run_in_executor(self._threads, encode)
             case validation.Chat(messages, tools, opened, continued):
+                encode_chat = partial(
+                    tokenizer.encode_chat, messages, tools, opened, continued, at_most=at_most
+                )
                 try:
-                    return await loop.run_in_executor(
-                        self._threads, tokenizer.encode_chat, messages, tools, opened, continued
-                    )
+                    return await loop.run_in_executor(self._threads, encode_chat)
                 except ChatError as error:
                     raise invalid("chat", str(error)) from error
+
+    @property
+    def defaults(self) -> validation.Defaults:
+        """What absent fields mean now. Raises RequestError while that is not known."""
+        return self.model.defaults.within(_limits(self.welcome()))
 
     # --- ids and text -------------------------------------------------------------------------------
 
@@ -351,10 +394,17 @@ class Intake:
         """Ids as generation would make them. Raises RequestError."""
         checked = validation.checked_prompt(prompt, _limits(self.welcome()))
         refuse_unknown()
-        return await self._prompt_token_ids(checked)
+        try:
+            return await self._prompt_token_ids(checked, validation.MAX_TOKENIZED)
+        except TooManyTokensError as error:
+            raise invalid(
+                "prompt",
+                f"the prompt has {error.num_tokens} tokens; at most {validation.MAX_TOKENIZED} are told",
+            ) from error
 
     async def detokenize(self, token_ids: abc.Sequence[int], *, include_special: bool = False) -> str:
         """Text as generation would make it. Raises RequestError, naming the first id that is none."""
+        validation.check_num_token_ids("token_ids", len(token_ids))
         validation.check_token_ids("token_ids", token_ids, self.welcome().vocab_size)
 
         def decode() -> str:

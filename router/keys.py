@@ -133,10 +133,14 @@ def check_admin(caller: Caller, what: str) -> None:
         )
 
 
-def check_no_tenant(tenant: str) -> None:
-    """Refuses a client that says whose request it asks for. Raises RequestError, INVALID_ARGUMENT."""
-    if tenant:
-        raise invalid("tenant", "tenant is not for clients to set: it comes from the API key")
+def asked_of(caller: Caller, tenant: str) -> str:
+    """Whose request is asked for: the caller's own, unless an admin's key comes with the name of a tenant.
+
+    Raises RequestError, INVALID_ARGUMENT, for anybody else who names one.
+    """
+    if tenant and not (caller.is_admin and caller.tenant):
+        raise invalid("tenant", "tenant is for admins' keys to set; for others it comes from the API key")
+    return tenant or caller.tenant
 
 
 def _shelf(key_hash: str) -> str:

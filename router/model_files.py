@@ -26,15 +26,16 @@ class ModelFilesError(ValueError):
 class GenerationDefaults:
     """What absent sampling fields mean for this model; None where its files do not say.
 
-    From generation_config.json: `temperature`, `top_p`, `top_k`, `min_p`, and `max_new_tokens` as
-    `max_tokens`; a GGUF's `general.sampling.*` where there is no such file. As in vLLM, a value that stands
-    there counts, whatever `do_sample` says: that switch is about transformers' own `generate`.
+    From generation_config.json: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, and
+    `max_new_tokens` as `max_tokens`; a GGUF's `general.sampling.*` where there is no such file. As in vLLM, a
+    value that stands there counts, whatever `do_sample` says: that is about transformers' own `generate`.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     max_tokens: int | None = None
 
 
@@ -176,18 +177,28 @@ def _generation_defaults(settings: _Settings) -> GenerationDefaults:
     top_p = settings.number("top_p", at_most=1.0)
     if top_p == 0:
         raise ModelFilesError(f"{settings.path}: top_p is 0, it must be above 0 and at most 1")
+    repetition_penalty = settings.number("repetition_penalty", at_most=100.0)
+    if repetition_penalty == 0:
+        raise ModelFilesError(f"{settings.path}: repetition_penalty is 0, it must be above 0 and at most 100")
     return GenerationDefaults(
         temperature=settings.number("temperature", at_most=100.0),
         top_p=top_p,
         top_k=settings.integer("top_k", at_least=-1),
         min_p=settings.number("min_p", at_most=1.0),
+        repetition_penalty=repetition_penalty,
         max_tokens=settings.integer("max_new_tokens", at_least=1),
     )
 
 
 def _gguf_sampling(path: Path, metadata: dict[str, Any]) -> _Settings:
     """A GGUF's own sampling values, under the names of generation_config.json."""
-    names = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+    names = {
+        "temp": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "penalty_repeat": "repetition_penalty",
+    }
     return _Settings(
         path, {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
     )

@@ -233,7 +233,7 @@ class ChoiceLog:
             if logprobs:
                 self._pending_logprobs.append(logprobs[position])
             if token_id not in self._end_token_ids:
-                texts.append(self._text.push((token_id,)).text)
+                texts.append(self._text.push_one(token_id))
             if self._text.matched is None and self._is_over(token_id):
                 self._release_text()
             if self._text.matched is not None:
@@ -315,6 +315,7 @@ class RequestLog:
         "resume_token",
         "submitted_at",
         "tenant",
+        "traceparent",
     )
 
     def __init__(
@@ -333,8 +334,12 @@ class RequestLog:
         received_at: float,
         latencies: Latencies | None = None,
         resume_token: str = "",
+        traceparent: str = "",
     ) -> None:
-        """Begins a log with one choice for each of `texts`. `latencies` counts how long tokens take."""
+        """Begins a log with one choice for each of `texts`. `latencies` counts how long tokens take.
+
+        `traceparent` names its span to the scheduler; empty when it has none.
+        """
         self.request_id = request_id
         self.tenant = tenant
         self.prompt_token_ids = prompt_token_ids
@@ -344,6 +349,7 @@ class RequestLog:
         self.deadline = deadline
         self.received_at = received_at
         self.resume_token = resume_token
+        self.traceparent = traceparent
         self.submitted_at: float | None = None
         self.accepted = False
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on

@@ -24,6 +24,7 @@ class Rider:
     num_tokens: int
     prefill: bool
     padding: bool
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,8 @@ class Ride:
 
 
 def _name(rider: Rider) -> list[int | str]:
-    """Who sits there: [seq_id, request id, choice], and 1 behind it when the row is padding."""
+    """Who sits there: [seq_id, request id, choice], then 1 when the row is padding, and the tenant if any."""
     name: list[int | str] = [rider.seq_id, rider.request_id, rider.index]
+    if rider.tenant:
+        return [*name, int(rider.padding), rider.tenant]
     return [*name, 1] if rider.padding else name

@@ -77,6 +77,7 @@ class SubmitBody:
     cache_salt: str
     body_digest: bytes
     accepted_before: bool
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -611,6 +612,7 @@ class SchedulerSession:
                 cache_salt=request.cache_salt,
                 body_digest=request.body_digest,
                 accepted_before=request.accepted,
+                traceparent=request.traceparent,
             )
         prompt_part = request.prompt_token_ids[part * PART_TOKENS : (part + 1) * PART_TOKENS]
         return Submit(live.handle, prompt_part, part, num_parts, body)

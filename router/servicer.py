@@ -21,7 +21,7 @@ from router.key_file import Doorkeeper
 from router.keys import Caller
 from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool
-from router.stall import STALL_SECONDS, StallGuard
+from router.stall import STALL_SECONDS, StalledError, StallGuard
 from rpc.errors import RequestError, abort, invalid
 from rpc.version import version
 
@@ -96,6 +96,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             body_digest=wire.body_digest(request),
             refuse_unknown=partial(wire.refuse_unknown_fields, request),
             caller=caller,
+            trace=(_header(context, "traceparent"), _header(context, "tracestate")),
         )
         return self._intake.call([wire.generate_request(request)], arrival)
 
@@ -137,7 +138,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 max_total_tokens=welcome.max_total_tokens,
                 vocab_size=welcome.vocab_size,
                 eos_token_ids=welcome.eos_token_ids,
-                defaults=wire.defaults(model.defaults),
+                defaults=wire.defaults(self._intake.defaults),
                 fingerprints=wire.fingerprints(welcome.fingerprints),
                 dtype=welcome.dtype,
                 has_chat_template=model.tokenizer.has_chat_template,
@@ -149,12 +150,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
-        """Asks every scheduler until one knows the request, on behalf of its owner."""
+        """Asks every scheduler until one knows the request, on behalf of its owner or of an admin."""
         async with self._answering(context) as caller:
             validation.check_request_id(request.request_id)
-            keys.check_no_tenant(request.tenant)
+            tenant = keys.asked_of(caller, request.tenant)
             wire.refuse_unknown_fields(request)
-            owned = router_pb2.ExplainRequest(request_id=request.request_id, tenant=caller.tenant)
+            owned = router_pb2.ExplainRequest(request_id=request.request_id, tenant=tenant)
             return await self._schedulers.first_answer(lambda scheduler: scheduler.explain(owned))
 
     async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
@@ -195,13 +196,18 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 num_requests=self._intake.num_live,
                 model=self._intake.model.name,
                 schedulers=schedulers,
+                time_to_first_token=wire.histogram(self._intake.latencies.time_to_first_token),
+                inter_token=wire.histogram(self._intake.latencies.inter_token),
             )
 
     @contextlib.asynccontextmanager
     async def _answering(self, context: Context) -> abc.AsyncIterator[Caller]:
         """Who asks. What the call fails with becomes its status; a defect INTERNAL and a line in the log."""
         try:
-            yield self._doorkeeper.caller(_authorization(context))
+            yield self._doorkeeper.caller(_header(context, "authorization"))
+        except StalledError as error:
+            _log.info("client_stalled", reason=error.message)
+            await abort(context, error)
         except RequestError as error:
             _log.info("request_failed", code=error.code.name, field=error.field)
             await abort(context, error)
@@ -212,9 +218,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             )
 
 
-def _authorization(context: Context) -> str:
+def _header(context: Context, wanted: str) -> str:
     """The header of that name; empty when there is none."""
     for name, value in context.invocation_metadata() or ():
-        if name == "authorization":
+        if name == wanted:
             return value if isinstance(value, str) else value.decode(errors="replace")
     return ""

@@ -9,13 +9,12 @@ read once, whatever the stops look like. Pure: it knows characters, and must not
 """
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ROOT = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(NamedTuple):
     """Text that is certain to belong to the answer, and the stop that ended it, if one has."""
 
     text: str

@@ -52,13 +52,7 @@ class Tally:
 
     def not_begun(self, count: int, error: BaseException, *, is_late: bool) -> None:
         """So many requests ended before there was a log of them."""
-        if isinstance(error, RequestError):
-            outcome = _BY_CODE.get(error.code, Outcome.REFUSED)
-        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
-            outcome = Outcome.DEADLINE if is_late else Outcome.CANCELLED
-        else:
-            outcome = Outcome.FAILED
-        self.num_by_outcome[outcome] += count
+        self.num_by_outcome[outcome_of_error(error, is_late=is_late)] += count
 
     def left(self, log: RequestLog, now: float) -> None:
         """A request whose call is over; its choices have their ends, unless another stream has them."""
@@ -72,6 +66,15 @@ class Tally:
             self.prompt_tokens.observe(len(log.prompt_token_ids))
             for choice in log.choices:
                 self.output_tokens.observe(len(choice.output_token_ids))
+
+
+def outcome_of_error(error: BaseException, *, is_late: bool) -> Outcome:
+    """The outcome of a request that ended before there was a log of it."""
+    if isinstance(error, RequestError):
+        return _BY_CODE.get(error.code, Outcome.REFUSED)
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return Outcome.DEADLINE if is_late else Outcome.CANCELLED
+    return Outcome.FAILED
 
 
 def outcome_of(log: RequestLog) -> Outcome:

@@ -6,14 +6,13 @@ Pure; it must not know where ids come from or where text goes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.detokenizer import Detokenizer
 from router.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What some ids brought.
 
     `num_tokens` of them were taken in: all, or up to and including the one whose text completed the stop
@@ -42,12 +41,15 @@ class TextStream:
         num_tokens = 0
         for token_id in token_ids:
             num_tokens += 1
-            pushed = self._stops.push(self._detokenizer.push((token_id,)))
-            texts.append(pushed.text)
-            if pushed.matched is not None:
-                self.matched = pushed.matched
+            texts.append(self.push_one(token_id))
+            if self.matched is not None:
                 break
         return Piece("".join(texts), num_tokens, self.matched)
+
+    def push_one(self, token_id: int) -> str:
+        """The same for one id, without more words: this is done for every token."""
+        text, self.matched = self._stops.push(self._detokenizer.push((token_id,)))
+        return text
 
     def finish(self) -> str:
         """The sequence has ended; returns the text held back, once.

@@ -5,19 +5,30 @@ post-processor once; a text that comes out of the chat template gets none, for t
 Special tokens spelled out in a text become those tokens, as there. A lone surrogate (JSON can hold one, UTF-8
 cannot) counts as U+FFFD. `clean_up_tokenization_spaces` is not followed: it takes back text already sent.
 
-Tokenizing is CPU work in proportion to the text, with the interpreter lock released: keep it off the loop.
+Tokenizing is CPU work in proportion to the text, with the interpreter lock released while it lasts. The list
+of ids that it ends with is made with the lock held, so say how many are wanted at most. Keep it off the loop.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 
 from router.chat import ChatError, ChatMessage, ChatTemplate, TemplateError
 from router.detokenizer import BYTE_TOKEN, ByteLevelDetokenizer, Detokenizer, PieceDetokenizer
 from router.model_files import ModelFiles, ModelFilesError
+
+_MANY_TOKENS: Final = 2048
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than were wanted."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class Tokenizer:
@@ -69,10 +80,12 @@ class Tokenizer:
         """Whether the model brings a chat template."""
         return self._chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a plain text, with the special tokens that the tokenizer puts around one."""
-        ids: list[int] = self._tokenizer.encode(_without_lone_surrogates(text)).ids
-        return ids
+    def encode(self, text: str, *, at_most: int | None = None) -> list[int]:
+        """The ids of a plain text, with the special tokens that the tokenizer puts around one.
+
+        Raises TooManyTokensError, before a list of them is made, when there are more than `at_most`.
+        """
+        return self._ids(text, add_special_tokens=True, at_most=at_most)
 
     def encode_chat(
         self,
@@ -80,8 +93,12 @@ class Tokenizer:
         tools: list[str],
         add_generation_prompt: bool,  # noqa: FBT001 - the request's field, handed on
         continue_final_message: bool = False,  # noqa: FBT001, FBT002 - likewise
+        at_most: int | None = None,
     ) -> list[int]:
-        """The ids of a conversation in the chat template. Raises ChatError, a sentence for the client."""
+        """The ids of a conversation in the chat template.
+
+        Raises ChatError, a sentence for the client, and TooManyTokensError as `encode` does.
+        """
         if self._chat_template is None:
             raise ChatError("chat: this model has no chat template; send text or token_ids")
         text = self._chat_template.render(
@@ -90,12 +107,25 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        ids: list[int] = self._tokenizer.encode(_without_lone_surrogates(text), add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False, at_most=at_most)
+
+    def _ids(self, text: str, *, add_special_tokens: bool, at_most: int | None) -> list[int]:
+        """As a batch of one: the library lets other threads run while it works on batches, and then alone."""
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [_without_lone_surrogates(text)], add_special_tokens=add_special_tokens
+        )
+        if at_most is not None and len(encoding) > at_most:
+            raise TooManyTokensError(len(encoding))
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Iterable[int], *, include_special: bool = False) -> str:
         """The text of ids; an id without a token has none. What `detokenizer` gives piece by piece."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not include_special)
+        ids, skips_special = list(token_ids), not include_special
+        if len(ids) <= _MANY_TOKENS:
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=skips_special)
+        else:  # as a batch, for the same reason as in `_ids`
+            (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skips_special)
         return text
 
     def token_text(self, token_id: int) -> str | None:

@@ -25,6 +25,10 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGPROBS: Final = 20
+# Of one text. What copies it holds up everybody for milliseconds.
+MAX_TEXT_CHARACTERS: Final = 8 * 1024 * 1024
+# Tokenize and Detokenize: what a thread makes of them at once holds up the others for milliseconds.
+MAX_TOKENIZED: Final = 262_144
 # Numbers of one call's answer that speak of prompts: two megabytes of them at most.
 MAX_PROMPT_NUMBERS: Final = 131_072
 MAX_REPETITION_PENALTY: Final = 100
@@ -157,13 +161,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What an absent field means here. `max_tokens` None means what still fits."""
+    """What an absent field means here. `max_tokens` None means what still fits.
+
+    A `repetition_penalty` is in force where the executors can: a model's wish refuses nobody.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int | None = None
+
+    def within(self, limits: Limits) -> "Defaults":
+        """Those that can be in force."""
+        return self if "penalties" in limits.features else replace(self, repetition_penalty=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +267,14 @@ def checked_prompt(
         case str():
             if not prompt:
                 raise invalid("text", "text is empty; a prompt has at least one character")
+            _check_text("text", "text", prompt)
             return prompt
         case Conversation():
             return _checked_chat(prompt)
         case _:
             if not prompt:
                 raise invalid("token_ids", "token_ids is empty; a prompt has at least one token")
-            _check_prompt_length("token_ids", len(prompt), limits)
+            check_prompt_length("token_ids", len(prompt), limits)
             check_token_ids("token_ids", prompt, limits.vocab_size)
             return tuple(prompt)
 
@@ -279,9 +292,10 @@ def fitted(
     Raises RequestError, INVALID_ARGUMENT with the numbers, when prompt and output do not fit.
     """
     asked, num_prompt_tokens = request.sampling, len(prompt_token_ids)
+    defaults = defaults.within(limits)
     if not prompt_token_ids:
         raise invalid("prompt", "the prompt has no tokens; at least one is required")
-    _check_prompt_length("prompt", num_prompt_tokens, limits)
+    check_prompt_length("prompt", num_prompt_tokens, limits)
     room = limits.max_total_tokens - num_prompt_tokens
     if asked.max_tokens is not None and asked.max_tokens > room:
         raise invalid(
@@ -310,7 +324,7 @@ def fitted(
         stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids)),
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
-        repetition_penalty=_either(asked.repetition_penalty, 1.0),
+        repetition_penalty=_either(asked.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_either(asked.presence_penalty, 0.0),
         frequency_penalty=_either(asked.frequency_penalty, 0.0),
         logit_bias=tuple(sorted(asked.logit_bias.items())),
@@ -339,6 +353,11 @@ def check_prompt_logprobs(num_numbers: int) -> None:
         )
 
 
+def check_num_token_ids(field: str, count: int) -> None:
+    """Refuses more ids than are turned into text at once. Raises RequestError, INVALID_ARGUMENT."""
+    _at_most(field, count, MAX_TOKENIZED)
+
+
 def check_token_ids(field: str, token_ids: abc.Sequence[int], vocab_size: int) -> None:
     """Refuses ids outside [0, vocab_size), naming the first. Raises RequestError, INVALID_ARGUMENT."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
@@ -346,7 +365,8 @@ def check_token_ids(field: str, token_ids: abc.Sequence[int], vocab_size: int) -
         raise invalid(field, f"{field}[{position}] is {wrong}; ids go from 0 to {vocab_size - 1}")
 
 
-def _check_prompt_length(field: str, num_prompt_tokens: int, limits: Limits) -> None:
+def check_prompt_length(field: str, num_prompt_tokens: int, limits: Limits) -> None:
+    """Refuses a prompt that leaves no room for output. Raises RequestError, INVALID_ARGUMENT."""
     if num_prompt_tokens >= limits.max_total_tokens:
         raise invalid(
             field,
@@ -516,6 +536,7 @@ def _checked_message(turn: Turn, position: int) -> ChatMessage:
     for number, call in enumerate(turn.tool_calls):
         if not call.name:
             raise invalid("chat.messages", f"{path}.tool_calls[{number}].name is missing")
+    _check_text("chat.messages", f"{path}.content", turn.content)
     return ChatMessage(
         role=turn.role,
         content=turn.content,
@@ -523,6 +544,11 @@ def _checked_message(turn: Turn, position: int) -> ChatMessage:
         tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
         tool_call_id=turn.tool_call_id,
     )
+
+
+def _check_text(field: str, where: str, text: str) -> None:
+    if len(text) > MAX_TEXT_CHARACTERS:
+        raise invalid(field, f"{where} has {len(text)} characters; at most {MAX_TEXT_CHARACTERS} are allowed")
 
 
 def _in_range(field: str, value: float | None, low: int, high: int) -> None:

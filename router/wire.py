@@ -27,6 +27,7 @@ from router.request_log import (
 from router.resume import Resume
 from router.validation import Conversation, Defaults, GenerateRequest, SamplingRequest
 from rpc.errors import invalid
+from rpc.histogram import Histogram
 
 # --- from clients -----------------------------------------------------------------------------------
 
@@ -142,10 +143,10 @@ def _constraint(sampling: common_pb2.SamplingParams) -> Constraint | None:
 def event(news: News) -> router_pb2.GenerateEvent:
     """One thing that happened to a request."""
     match news:
+        case Grown(_, piece):
+            return _grown(piece)
         case PromptSeen(log):
             return router_pb2.GenerateEvent(prompt_info=prompt_info(log))
-        case Grown(_, piece):
-            return router_pb2.GenerateEvent(delta=delta(piece))
         case Ended(log, choice):
             return router_pb2.GenerateEvent(finished=finished(log, choice))
 
@@ -170,15 +171,18 @@ def prompt_info(request: RequestLog) -> router_pb2.PromptInfo:
     )
 
 
-def delta(piece: Delta) -> router_pb2.Delta:
-    """More of one choice."""
-    return router_pb2.Delta(
-        index=piece.index,
-        offset=piece.offset,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        logprobs=[_token_logprobs(entry) for entry in piece.logprobs],
-    )
+def _grown(piece: Delta) -> router_pb2.GenerateEvent:
+    """More of one choice. It is made for every token: in place, and only what is there."""
+    told = router_pb2.GenerateEvent()
+    delta = told.delta
+    delta.index = piece.index
+    delta.offset = piece.offset
+    if piece.text:
+        delta.text = piece.text
+    delta.token_ids.extend(piece.token_ids)
+    if piece.logprobs:
+        delta.logprobs.extend(map(_token_logprobs, piece.logprobs))
+    return told
 
 
 def finished(request: RequestLog, choice: ChoiceLog) -> router_pb2.Finished:
@@ -261,6 +265,9 @@ def defaults(values: Defaults) -> common_pb2.SamplingParams:
         top_p=values.top_p,
         top_k=values.top_k,
         min_p=values.min_p,
+        repetition_penalty=values.repetition_penalty,
+        presence_penalty=0,
+        frequency_penalty=0,
         max_tokens=values.max_tokens,
         min_tokens=0,
     )
@@ -327,6 +334,7 @@ def _submit(message: session.Submit) -> scheduler_pb2.Submit:
         submit.cache_salt = body.cache_salt
         submit.body_digest = body.body_digest
         submit.accepted_before = body.accepted_before
+        submit.traceparent = body.traceparent
     return submit
 
 
@@ -396,6 +404,7 @@ def step(summary: router_pb2.StepSummary) -> ride.Step:
                 member.num_tokens,
                 member.prefill,
                 member.padding,
+                member.tenant,
             )
             for member in summary.members
         ),
@@ -415,6 +424,11 @@ def step(summary: router_pb2.StepSummary) -> ride.Step:
             "idle_us": summary.previous_idle_us,
         },
     )
+
+
+def histogram(observed: Histogram) -> router_pb2.Histogram:
+    """What was counted so far."""
+    return router_pb2.Histogram(bounds=observed.bounds, counts=observed.counts)
 
 
 def time_line(response: router_pb2.ExplainResponse) -> dict[str, object]:

@@ -78,6 +78,11 @@ class ServiceSettings(Settings):
         description="Where to serve Prometheus metrics (plain HTTP, /metrics): HOST:PORT or unix:PATH; "
         "empty: nowhere.",
     )
+    traces: str = Field(
+        default="",
+        description="Collector to send traces to (OpenTelemetry, OTLP over gRPC): HOST:PORT, unix:PATH or "
+        "https://HOST:PORT; empty: none. The OTEL_* variables say the rest. It needs the `tracing` extra.",
+    )
     grace_seconds: float = Field(
         default=30.0, ge=0, le=86_400, description="How long running requests may go on after SIGTERM."
     )

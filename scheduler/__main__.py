@@ -1,6 +1,7 @@
 """`python -m scheduler`: one scheduler process."""
 
 import asyncio
+import functools
 import secrets
 import sys
 from pathlib import Path
@@ -8,11 +9,13 @@ from pathlib import Path
 import structlog
 
 from protos.v1 import scheduler_pb2, scheduler_pb2_grpc
-from rpc import log, server
+from rpc import collector, log, server, tracing
 from rpc.address import Address
+from rpc.errors import StartError
 from rpc.health import Health
 from rpc.settings import load
-from scheduler import collector, wire
+from rpc.tracing import Tracer
+from scheduler import wire
 from scheduler.config import SchedulerSettings
 from scheduler.core import SchedulerCore
 from scheduler.leadership import Leadership
@@ -20,7 +23,9 @@ from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
 from scheduler.loop import ExecutorDirectory, ExecutorLoop, SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
+from scheduler.recorder import Recorder, RecordingCore
 from scheduler.servicer import SchedulerServicer
+from scheduler.traces import SequenceTraces
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 
@@ -29,14 +34,22 @@ async def run(argv: list[str]) -> int:
     """Serves until told to stop; returns the exit code."""
     settings = load(SchedulerSettings, argv, prog="chairlift scheduler")
     log.configure("scheduler", fmt=settings.log_format, level=settings.log_level)
+    with tracing.opened(settings, "scheduler") as tracer:
+        return await _serve(settings, tracer)
+
+
+async def _serve(settings: SchedulerSettings, tracer: Tracer | None) -> int:
     certificates = settings.tls()
     health = Health([SERVICE])
-    core = SchedulerCore(
+    recorder = _recorder(settings) if settings.record else None
+    make_core = SchedulerCore if recorder is None else functools.partial(RecordingCore, recorder)
+    core = make_core(
         settings.limits,
         settings.batching,
         padding_sampling=wire.padding_sampling(),
         cache_secret=secrets.token_bytes(32),
     )
+    core.witness = None if tracer is None else SequenceTraces(tracer)
     loop = SchedulerLoop(core, on_serving=health.serving)
     servicer = SchedulerServicer(
         loop, scheduler_id=settings.name, router_stall_seconds=settings.router_stall_seconds
@@ -71,18 +84,33 @@ async def run(argv: list[str]) -> int:
             tasks.create_task(loop.run_timers())
             tasks.create_task(lead(term=0) if leadership is None else leadership.run())
 
-    return await server.serve(
-        settings,
-        services={
-            SERVICE: lambda grpc_server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(
-                servicer, grpc_server
-            )
-        },
-        health=health,
-        metrics=[SchedulerMetrics(loop).families],
-        run=background,
-        drain=loop.drained if leadership is None else leadership.drained,
-    )
+    try:
+        return await server.serve(
+            settings,
+            services={
+                SERVICE: lambda grpc_server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(
+                    servicer, grpc_server
+                )
+            },
+            health=health,
+            metrics=[SchedulerMetrics(loop).families],
+            run=background,
+            drain=loop.drained if leadership is None else leadership.drained,
+        )
+    finally:
+        if recorder is not None:
+            recorder.close()
+
+
+def _recorder(settings: SchedulerSettings) -> Recorder:
+    """Raises StartError."""
+    path = Path(settings.record)
+    try:
+        recorder = Recorder(path, settings.limits, settings.batching, scheduler_id=settings.name)
+    except OSError as error:
+        raise StartError(f"--record is {settings.record!r}: the file cannot be made ({error})") from error
+    structlog.get_logger().info("recording", file=str(recorder.path))
+    return recorder
 
 
 def main() -> None:

@@ -148,6 +148,11 @@ class SchedulerSettings(ServiceSettings):
         description="A step that takes more seconds than this, and than 20 times what was predicted for it, "
         "means that the executor hangs: it is opened anew, and what it had is computed elsewhere.",
     )
+    record: str = Field(
+        default="",
+        description="A file that everything this scheduler is told is written to, without token ids, for "
+        "`chairlift replay`. One that is there is kept, and the new one numbered.",
+    )
 
     @field_validator("executor")
     @classmethod

@@ -17,6 +17,7 @@ brings `results`'.
 
 import math
 from dataclasses import replace
+from typing import Protocol
 
 from scheduler import door, entrance, padding, placement, policy, results, room
 from scheduler.batching import Batching
@@ -48,6 +49,16 @@ from scheduler.token_ids import NO_IDS, TokenIds
 from scheduler.waiting import Policy, WaitingQueue
 
 
+class Witness(Protocol):
+    """Who is told when a sequence comes and when it ends; what was between stands in its time line."""
+
+    def arrived(self, seq: Sequence) -> None:
+        """It was taken in; it may be told here what executors are told of its trace."""
+
+    def ended(self, seq: Sequence, now: float) -> None:
+        """It is over, and holds nothing any more."""
+
+
 class SchedulerCore:
     """Queue, policy and blocks of all executors of one scheduler."""
 
@@ -77,6 +88,8 @@ class SchedulerCore:
         self.inquiry = Inquiry()
         self._alone_since: float | None = None  # when the last executor was lost
         self.pace = Pace()
+        self.witness: Witness | None = None
+        """Who is told of sequences, if anybody is."""
         self._time_lines = TimeLines()
         self._timers = Timers()
         self._by_request: dict[tuple[str, str], dict[bytes, Sequence]] = {}  # by tenant and request id
@@ -121,6 +134,8 @@ class SchedulerCore:
         self.sequences[request.key] = seq
         self._by_request.setdefault((request.tenant, request.request_id), {})[request.key] = seq
         seq.time_line = TimeLine(request.arrival, now, self.clocks)
+        if self.witness is not None:
+            self.witness.arrived(seq)
         self.tenants.arrived(seq.tenant)
         self._wait(seq)
         finish = end_of_output(request, seq.output_token_ids(), self._eos_token_ids)
@@ -601,6 +616,7 @@ class SchedulerCore:
                 block_table[:],
                 sampling,
                 None if seq.is_padding else seq.prompt_logprobs_from,
+                "" if seq.is_padding else seq.traceparent,
             )
         )
 
@@ -774,6 +790,8 @@ class SchedulerCore:
             request = seq.request
             entries = seq.time_line.entries
             self._time_lines.keep(request.tenant, request.request_id, request.sample_index, entries)
+        if self.witness is not None and not seq.is_padding:
+            self.witness.ended(seq, self._now)
 
     def _end_running(self, state: ExecutorState, seq: Sequence, finish: Finish, event: Event) -> None:
         executor_knows = event in {Event.FINISH, Event.FAIL}

@@ -42,6 +42,7 @@ class NewSequence:
     block_ids: list[int]
     sampling: bytes
     prompt_logprobs_from: int | None = None  # first position of the prompt whose log-probability is wanted
+    traceparent: str = ""  # the span that its computation is part of; empty: none
 
 
 @dataclass(frozen=True, slots=True)

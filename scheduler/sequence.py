@@ -101,6 +101,7 @@ class Request:
     accepted_before: bool = False
     want_logprobs: bool = False
     want_prompt_logprobs: bool = False
+    traceparent: str = ""  # names the span that it is part of, to whoever works for it; opaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class Sequence:
     attachment: object | None = None  # the router session's own record of who reads it
     orphaned_until: float | None = None
     forget_at: float | None = None
+    traceparent: str = ""  # what executors are told: its own span, if it has one, else its request's
 
     @classmethod
     def of(cls, request: Request, tenant: Tenant, output_token_ids: TokenIds, order: int) -> "Sequence":
@@ -181,6 +183,7 @@ class Sequence:
         seq.waiting_since = request.arrival
         seq.logprobs = [] if request.want_logprobs else None
         seq.prompt_logprobs = [] if request.want_prompt_logprobs else None
+        seq.traceparent = request.traceparent
         seq.forget_computed()
         return seq
 

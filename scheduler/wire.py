@@ -87,6 +87,7 @@ def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: f
         accepted_before=message.accepted_before,
         want_logprobs=sampling.HasField("logprobs"),
         want_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        traceparent=message.traceparent,
     )
 
 
@@ -120,6 +121,7 @@ def _new_sequence_message(item: NewSequence) -> executor_pb2.NewSequence:
         num_computed_tokens=item.num_computed_tokens,
         block_ids=item.block_ids,
         prompt_logprobs_from=item.prompt_logprobs_from,
+        traceparent=item.traceparent,
     )
     message.sampling.MergeFromString(item.sampling)
     return message
@@ -267,6 +269,7 @@ def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> ro
                 entered=seq_id in entered,
                 prefill=num_samples == 0,
                 padding=seq.is_padding,
+                tenant=seq.request.tenant,
             )
             for seq, seq_id, count, num_samples in zip(
                 plan.rows, plan.seq_ids, plan.num_tokens, plan.num_samples, strict=True

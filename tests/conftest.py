@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak-minutes", type=float, default=60.0, help="How long the soak of mixed traffic lasts."
     )
+    parser.addoption("--artefacts", type=Path, help="A folder in which pictures of the live page are kept.")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 
 from chairlift.lab.loop import Arrival
@@ -159,6 +159,20 @@ def lengths(text: str) -> Callable[[random.Random], int]:
     )
 
 
+def tenants(text: str) -> tuple[tuple[str, float], ...]:
+    """Names and shares: `a:1,b:2`. Raises LoadError."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, share = part.partition(":")
+        try:
+            found[name] = float(share or 1)
+        except ValueError:
+            found[name] = -1.0
+        if not name or not 0 < found[name] < 1e9:  # noqa: PLR2004 - a share, and no infinity
+            raise LoadError(f"{part!r} is no tenant: NAME or NAME:SHARE with a share above 0 is")
+    return tuple(found.items())
+
+
 def gaps(text: str, rate: float) -> Callable[[random.Random], float]:
     """What draws the seconds from one arrival to the next, `rate` a second in the mean. Raises LoadError."""
     name, _, rest = text.partition(":")
@@ -199,7 +213,7 @@ class Load:
     arrivals: str = "poisson"
     rate: float | None = None
     max_tokens: int | None = None
-    tenant: str = ""
+    tenants: tuple[tuple[str, float], ...] = (("", 1.0),)  # names, and how often each asks
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -238,11 +252,20 @@ class Load:
     def __iter__(self) -> Iterator[Arrival]:
         """The arrivals, always the same."""
         shapes = self._shapes()
-        for number, (time, (prompt, num_output_tokens)) in enumerate(
-            islice(zip(self._times(), shapes, strict=False), self.num_requests)
+        parts = zip(self._times(), shapes, self._names(), strict=False)
+        for number, (time, (prompt, num_output_tokens), tenant) in enumerate(
+            islice(parts, self.num_requests)
         ):
             ids = fresh_prompt(number, prompt) if isinstance(prompt, int) else prompt
-            yield Arrival(time, ids, num_output_tokens, self.max_tokens or num_output_tokens, self.tenant)
+            yield Arrival(time, ids, num_output_tokens, self.max_tokens or num_output_tokens, tenant)
+
+    def _names(self) -> Iterator[str]:
+        names, shares = zip(*self.tenants, strict=True)
+        if len(names) == 1:
+            yield from repeat(names[0])
+        rng = random.Random(f"tenants {self.seed}")  # noqa: S311 - a draw, no secret
+        while True:
+            yield rng.choices(names, shares)[0]
 
     def _shapes(self) -> Iterator[tuple[int | TokenIds, int]]:
         if not self.rows:

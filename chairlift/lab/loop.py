@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from chairlift.lab.kv_policies import num_held_slots
 from chairlift.lab.records import Records
 from chairlift.lab.step_times import StepTimes
 from scheduler.core import SchedulerCore
@@ -38,6 +39,7 @@ class Arrival:
     tenant: str = ""
     priority: int = 0
     deadline: float | None = None
+    gives_up: float | None = None  # when its client has had enough, whatever it has by then
 
 
 class _Track:
@@ -62,6 +64,8 @@ class Totals:
     num_output_tokens: int = 0  # delivered
     busy_seconds: float = 0.0
     running_seconds: float = 0.0  # sequences in the batch, by how long
+    held_slot_seconds: float = 0.0  # KV slots that somebody held, by how long
+    filled_slot_seconds: float = 0.0  # tokens that the rows of a step had in theirs, by how long
 
 
 class _Executor:
@@ -82,6 +86,7 @@ class Step:
     start: float
     end: float
     num_waiting: int
+    num_held_slots: int  # of KV, by somebody
 
 
 class LogicalLoop:
@@ -107,6 +112,7 @@ class LogicalLoop:
             executor_id = f"executor-{index}"
             core.attach(executor_id, _EPOCH, capacity, 0.0)
             self._executors.append(_Executor(core.executors[executor_id]))
+        self._giving_up: list[tuple[float, int]] = []  # a heap of times, and of the records' indices
         self._under_way: list[tuple[float, int, _Executor, BatchPlan, float]] = []  # a heap, by end
         self._num_plans = 0
 
@@ -127,6 +133,8 @@ class LogicalLoop:
             if timer is not None and timer <= self.now:
                 for seq in self.core.expire(self.now):
                     self._end(seq, by_itself=False)
+            while self._giving_up and self._giving_up[0][0] <= self.now:
+                self._give_up(heapq.heappop(self._giving_up)[1])
             self._plan()
             upcoming = self._next_event(arrival)
             if upcoming is None:
@@ -146,6 +154,8 @@ class LogicalLoop:
                 if executor.state.held_until is not None  # it plans as late as it can
             ]
         if not self.core.is_idle:
+            if self._giving_up:
+                times.append(self._giving_up[0][0])
             timer = self.core.next_timer
             if timer is not None:
                 times.append(timer)
@@ -178,6 +188,13 @@ class LogicalLoop:
         seq.attachment = _Track(index, num_left, arrival.deadline)
         if seq.state is State.FINISHED:  # its deadline had passed when the step before was done
             self._end(seq, by_itself=False)
+        elif arrival.gives_up is not None:
+            heapq.heappush(self._giving_up, (arrival.gives_up, index))
+
+    def _give_up(self, index: int) -> None:
+        seq = self.core.cancel(index.to_bytes(16), FinishReason.ABORT, self.now)
+        if seq is not None:
+            self._end(seq, by_itself=False)
 
     # --- steps -------------------------------------------------------------------------------------------
 
@@ -209,6 +226,8 @@ class LogicalLoop:
             totals.num_computed_tokens += num_tokens
             totals.busy_seconds += seconds
             totals.running_seconds += len(state.running) * seconds
+            totals.held_slot_seconds += num_held_slots(self.core, state) * seconds
+            totals.filled_slot_seconds += (plan.positions_sum + num_tokens) * seconds
         result = StepResult(
             plan.epoch,
             plan.step_id,
@@ -221,7 +240,8 @@ class LogicalLoop:
         for seq in self.core.update(state.executor_id, result, now).ended:
             self._end(seq, by_itself=True)
         if self._on_step is not None and num_rows:
-            self._on_step(Step(state, plan, now - seconds, now, len(self.core.waiting)))
+            num_held = num_held_slots(self.core, state)
+            self._on_step(Step(state, plan, now - seconds, now, len(self.core.waiting), num_held))
 
     def _deliver(self, executor: _Executor, plan: BatchPlan, result: StepResult) -> None:
         """A token to each row due one; who has its last ends. Rows of those who have gone get nothing."""

@@ -8,6 +8,7 @@ from chairlift.lab.loop import Arrival, LogicalLoop, Step
 from chairlift.lab.records import quantile
 from chairlift.lab.schemes import SCHEMES, WHOLE_PROMPTS
 from chairlift.lab.step_times import StepTimes
+from rpc import collector
 from scheduler.plan import Capacity
 from scheduler.policy import Limits
 
@@ -67,6 +68,8 @@ class Summary:
     mean_rows: float  # of a step
     mean_running: float  # sequences holding a seat, by time, while anything was computed
     busy_share: float  # of the executors' time
+    kv_held_share: float  # of all KV slots, by time, while anything was computed
+    kv_filled_share: float  # tokens for each slot held; what several hold together counts for each
     preemptions: int
     recomputed_share: float  # of the tokens computed
     prefix_hit_share: float  # of the prompt tokens
@@ -77,6 +80,11 @@ class Summary:
             name: None if isinstance(value, float) and value != value else value  # noqa: PLR0124
             for name, value in asdict(self).items()
         }
+
+
+def settle() -> None:
+    """For a process that only simulates: its collector hurries no more than the server's does."""
+    collector.settle()
 
 
 def simulate(
@@ -115,6 +123,8 @@ def summary(loop: LogicalLoop, scheme_name: str) -> Summary:
     caches = [state.cache for state in loop.core.executors.values()]
     num_queried = sum(cache.num_query_tokens for cache in caches)
     num_hits = sum(cache.num_hit_tokens for cache in caches)
+    blocks = next(iter(loop.core.executors.values())).blocks  # they are all alike
+    num_slots = blocks.num_blocks * blocks.block_size
     return Summary(
         scheme=scheme_name,
         requests=len(records),
@@ -134,6 +144,8 @@ def summary(loop: LogicalLoop, scheme_name: str) -> Summary:
         mean_rows=_ratio(totals.num_rows, totals.num_steps),
         mean_running=_ratio(totals.running_seconds, totals.busy_seconds),
         busy_share=_ratio(totals.busy_seconds, seconds * len(loop.core.executors)),
+        kv_held_share=_ratio(totals.held_slot_seconds, totals.busy_seconds * num_slots),
+        kv_filled_share=_ratio(totals.filled_slot_seconds, totals.held_slot_seconds),
         preemptions=loop.core.counters.preemptions,
         recomputed_share=_ratio(_recomputed(loop, num_hits), totals.num_computed_tokens),
         prefix_hit_share=_ratio(num_hits, num_queried),

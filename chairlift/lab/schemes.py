@@ -12,14 +12,24 @@ All share the core's queue, seats and blocks, so that a comparison differs in th
     decode-first       blocks as needed; decoding rows first, prompts in chunks of what is left (Sarathi)
 
 Orca's three are of the PagedAttention paper (SOSP'23, section 6.1), which gave Orca's scheduling three ways
-to reserve. They reserve tokens here, not runs of neighbouring slots: what a buddy allocator would lose
-besides is left out, in Orca's favour.
+to reserve. They reserve tokens, not runs of neighbouring slots; what a buddy allocator loses besides is seen
+in those that end in `-buddy`.
+
+Ways to hold KV memory, all else as in `chairlift`:
+
+    contiguous         a run of slots for the longest that a sequence may become, by first fit
+    contiguous-buddy   the same, by a buddy allocator
+    paged              blocks as needed, and nothing found again
+    victims-by-order   as `chairlift`; when blocks run out, who came last goes first, not who is cheapest
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
+from chairlift.lab.kv_policies import ContiguousCore, VictimsByOrderCore
 from chairlift.lab.loop import Arrival
+from chairlift.lab.ranges import Buddy, FirstFit, Ranges
 from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
@@ -62,16 +72,22 @@ def _is_behind(seq: Sequence) -> bool:
 class Scheme:
     """How a core is made, and what clients' limits are taken to be."""
 
-    core: type[SchedulerCore] = SchedulerCore
+    core: Callable[..., SchedulerCore] = SchedulerCore
     batching: Batching = Batching.ITERATION
     admission: Admission | None = None  # absent, the operator's
     cuts_prompts: bool = True
+    finds_prefixes: bool = True  # if the operator wants it
+    watermark: float | None = None  # absent, the operator's
     max_tokens: MaxTokens | None = None
 
     def make(self, limits: Limits) -> SchedulerCore:
         """A core of these limits, as far as the scheme leaves them free."""
         if self.admission is not None:
             limits = replace(limits, admission=self.admission)
+        if self.watermark is not None:
+            limits = replace(limits, watermark=self.watermark)
+        if not self.finds_prefixes:
+            limits = replace(limits, prefix_caching=False)
         return self.core(limits, self.batching, cache_secret=_CACHE_SECRET)
 
     def arrivals(self, load: Iterable[Arrival], max_len: int) -> Iterator[Arrival]:
@@ -100,6 +116,17 @@ def _orca(max_tokens: MaxTokens) -> Scheme:
     return Scheme(admission=Admission.RESERVE, cuts_prompts=False, max_tokens=max_tokens)
 
 
+def _contiguous(ranges: Callable[[int], Ranges], scheme: Scheme | None = None) -> Scheme:
+    """The same in runs of slots: those keep the room, so nothing else need be asked for."""
+    return replace(
+        scheme or Scheme(),
+        core=partial(ContiguousCore, ranges),
+        admission=Admission.OPTIMISTIC,
+        watermark=0.0,
+        finds_prefixes=False,
+    )
+
+
 SCHEMES = {
     "chairlift": Scheme(),
     "request": Scheme(batching=Batching.REQUEST),
@@ -109,4 +136,11 @@ SCHEMES = {
     "orca-oracle": _orca(_exactly),
     "prefill-first": Scheme(core=PrefillFirstCore, admission=Admission.OPTIMISTIC),
     "decode-first": Scheme(admission=Admission.OPTIMISTIC),
+    "orca-max-buddy": _contiguous(Buddy, _orca(_longest)),
+    "orca-pow2-buddy": _contiguous(Buddy, _orca(_power_of_two)),
+    "orca-oracle-buddy": _contiguous(Buddy, _orca(_exactly)),
+    "contiguous": _contiguous(FirstFit),
+    "contiguous-buddy": _contiguous(Buddy),
+    "paged": Scheme(finds_prefixes=False),
+    "victims-by-order": Scheme(core=VictimsByOrderCore),
 }

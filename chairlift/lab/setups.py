@@ -7,7 +7,7 @@ import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from chairlift.lab.loads import Load, read_trace
+from chairlift.lab.loads import Load, read_trace, tenants
 from chairlift.lab.run import Setup
 from chairlift.lab.step_times import PRESETS, Roofline, from_json, preset
 from scheduler.policy import Admission, Limits
@@ -44,6 +44,7 @@ def add_flags(parser: argparse.ArgumentParser, *, default_requests: int) -> None
     load.add_argument(
         "--max-tokens", type=int, metavar="N", help="what clients allow; default: what they will get"
     )
+    load.add_argument("--tenants", metavar="A:1,B:2", help="who asks, and how often beside the others")
     load.add_argument("--seed", type=int, default=0)
     serving = parser.add_argument_group("what serves it")
     times = serving.add_mutually_exclusive_group(required=True)
@@ -85,6 +86,7 @@ def _load_of(options: argparse.Namespace) -> Load:
         arrivals=arrivals,
         rate=options.rate,
         max_tokens=options.max_tokens,
+        tenants=(("", 1.0),) if options.tenants is None else tenants(options.tenants),
         seed=options.seed,
     )
 

@@ -67,6 +67,10 @@ class ParallelOperations:
         """Of the whole vocabulary on the first rank; of their part of it on the others."""
         return self._exchange.gather(self._shard.logits(normed, step, head, soft_cap), self._widths)
 
+    def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:  # noqa: ARG002 - the interface's
+        """Never: the others come in between."""
+        return None
+
     # --- by itself --------------------------------------------------------------------------------------
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -80,10 +84,6 @@ class ParallelOperations:
     def prepare(self, inputs: StepInputs) -> StepTensors:
         """The shard's."""
         return self._shard.prepare(inputs)
-
-    def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:  # noqa: ARG002 - the interface's
-        """Never: the ranks speak to each other between a shard's operations."""
-        return None
 
     def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
         """The shard's; asked of the first rank."""

@@ -120,7 +120,9 @@ class SamplingParams(_message.Message):
     model's generation config, else off.
     """
     min_p: _builtins.float
-    """Drop tokens less likely than this share of the most likely one. 0 to 1; 0 is off. Default: off."""
+    """Drop tokens less likely than this share of the most likely one. 0 to 1; 0 is off. Default: the model's
+    generation config, else off.
+    """
     seed: _builtins.int
     """Key of the random numbers, any 64-bit integer (negative ones are keys like any other). The same request
     with the same seed gives the same tokens, whatever runs beside it. Absent: the router draws one and says
@@ -149,7 +151,7 @@ class SamplingParams(_message.Message):
     """
     repetition_penalty: _builtins.float
     """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output, once each, after
-    the bias. > 0, at most 100; 1 is off.
+    the bias. > 0, at most 100; 1 is off. Default: the model's generation config, else off.
     """
     presence_penalty: _builtins.float
     """Taken from the logits of tokens seen in the output, once each. -2 to 2; 0 is off."""

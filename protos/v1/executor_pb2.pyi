@@ -324,6 +324,7 @@ class NewSequence(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """Names this admission; never used twice in an epoch. >= 1."""
     num_prompt_tokens: _builtins.int
@@ -336,6 +337,8 @@ class NewSequence(_message.Message):
     """First position whose prompt log-probability is wanted, >= 1; absent: none."""
     adapter: _builtins.str
     """Reserved: adapter to apply."""
+    traceparent: _builtins.str
+    """W3C trace context (`traceparent`) of the span that its computation is part of; empty: it is not traced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All known tokens: the prompt, and what was generated before it was preempted or moved."""
@@ -359,10 +362,11 @@ class NewSequence(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         prompt_logprobs_from: _builtins.int | None = ...,
         adapter: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_from", b"_prompt_logprobs_from", "prompt_logprobs_from", b"prompt_logprobs_from", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_from", b"_prompt_logprobs_from", "adapter", b"adapter", "block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "prompt_logprobs_from", b"prompt_logprobs_from", "sampling", b"sampling", "seq_id", b"seq_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_from", b"_prompt_logprobs_from", "adapter", b"adapter", "block_ids", b"block_ids", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "prompt_logprobs_from", b"prompt_logprobs_from", "sampling", b"sampling", "seq_id", b"seq_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs_from: _TypeAlias = _typing.Literal["prompt_logprobs_from"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs_from: _TypeAlias = _typing.Literal["_prompt_logprobs_from", b"_prompt_logprobs_from"]  # noqa: Y015

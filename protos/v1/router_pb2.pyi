@@ -889,7 +889,9 @@ class ExplainRequest(_message.Message):
     request_id: _builtins.str
     """The id from Accepted."""
     tenant: _builtins.str
-    """Whose request it is. The router fills it in from the API key; a client that sets it is refused."""
+    """Whose request it is. The router fills it in from the API key; an admin's key may name another tenant, any
+    other client that does is refused.
+    """
     def __init__(
         self,
         *,
@@ -1131,6 +1133,7 @@ class StepMember(_message.Message):
     ENTERED_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     index: _builtins.int
@@ -1145,6 +1148,8 @@ class StepMember(_message.Message):
     """Whether it computes prompt (or recomputes) without choosing a token yet."""
     padding: _builtins.bool
     """Whether the row is padding: a finished member of a padded request-level batch."""
+    tenant: _builtins.str
+    """Whose request it is; empty without API keys."""
     def __init__(
         self,
         *,
@@ -1155,10 +1160,11 @@ class StepMember(_message.Message):
         entered: _builtins.bool = ...,
         prefill: _builtins.bool = ...,
         padding: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entered", b"entered", "index", b"index", "num_tokens", b"num_tokens", "padding", b"padding", "prefill", b"prefill", "request_id", b"request_id", "seq_id", b"seq_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entered", b"entered", "index", b"index", "num_tokens", b"num_tokens", "padding", b"padding", "prefill", b"prefill", "request_id", b"request_id", "seq_id", b"seq_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1226,6 +1232,8 @@ class GetStatusResponse(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     SCHEDULERS_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    INTER_TOKEN_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Of the router."""
     refusal: _builtins.str
@@ -1238,6 +1246,14 @@ class GetStatusResponse(_message.Message):
     def schedulers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SchedulerStatus]:
         """Each scheduler it knows, in the order of its setting."""
 
+    @_builtins.property
+    def time_to_first_token(self) -> Global___Histogram:
+        """How long clients of this router have waited for the first token of a choice, seconds, since it started."""
+
+    @_builtins.property
+    def inter_token(self) -> Global___Histogram:
+        """How long from one token of a choice to the next, seconds, since it started."""
+
     def __init__(
         self,
         *,
@@ -1246,14 +1262,46 @@ class GetStatusResponse(_message.Message):
         num_requests: _builtins.int = ...,
         model: _builtins.str = ...,
         schedulers: _abc.Iterable[Global___SchedulerStatus] | None = ...,
+        time_to_first_token: Global___Histogram | None = ...,
+        inter_token: Global___Histogram | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inter_token", b"inter_token", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_requests", b"num_requests", "refusal", b"refusal", "schedulers", b"schedulers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inter_token", b"inter_token", "model", b"model", "num_requests", b"num_requests", "refusal", b"refusal", "schedulers", b"schedulers", "time_to_first_token", b"time_to_first_token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class Histogram(_message.Message):
+    """How often something was how large."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Upper bounds, rising."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How often above the bound before and not above this one; one more than there are bounds: above them all."""
+
+    def __init__(
+        self,
+        *,
+        bounds: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
 
 @_typing.final
 class SchedulerStatus(_message.Message):

@@ -12,7 +12,7 @@ import uuid
 from collections import Counter, abc
 from dataclasses import replace
 from hashlib import sha256
-from typing import Final, TypeVar
+from typing import Any, Final
 
 import grpc
 import structlog
@@ -25,14 +25,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router import keys
-from router.http import asked as bodies
-from router.http import errors, page
+from router.http import description, errors, page
 from router.http.answers import Answer
-from router.http.asked import Asked
+from router.http.asked import Asked, Detokenizing, Tokenizing
 from router.http.errors import HttpError
 from router.http.exchange import Exchange
-from router.http.fields import Fields, parsed
 from router.http.live import Live
+from router.http.reading import Bodies
 from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
@@ -50,12 +49,11 @@ _SECURITY_HEADERS: Final = [
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_HEADERS: Final = 100
 _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
-# Bodies up to this long are read at once (about a millisecond).
+# Bodies up to this long are hashed at once.
 _INLINE_BYTES: Final = 64 * 1024
 
 _log = structlog.get_logger()
 
-_T = TypeVar("_T")
 Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
 
 
@@ -77,6 +75,7 @@ class HttpApp:
         self._doorkeeper = doorkeeper
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
+        self._bodies = Bodies()
         self._closed = False
         self._cut = asyncio.Event()
         self.num_responses: Counter[int] = Counter()  # that began, by status
@@ -90,6 +89,7 @@ class HttpApp:
                 Route("/detokenize", self._keyed(self._detokenize), methods=["POST"]),
                 Route("/health", _Endpoint(self._ready), methods=["GET"]),
                 Route("/ready", _Endpoint(self._ready), methods=["GET"]),
+                Route(description.PATH, _Endpoint(_describe), methods=["GET"]),
                 *([] if live is None else self._page_routes(live)),
             ],
             middleware=[
@@ -113,6 +113,10 @@ class HttpApp:
         """New calls get 503 from now on; running ones are not touched."""
         self._closed = True
 
+    async def stop(self) -> None:
+        """Gives back what reads bodies, once no call runs."""
+        await self._bodies.close()
+
     def cut(self) -> None:
         """Running calls end now, with 503 or an error event."""
         self._cut.set()
@@ -121,14 +125,14 @@ class HttpApp:
 
     async def _complete(self, exchange: Exchange) -> None:
         body = await self._body(exchange)
-        asked = await _read(body, bodies.completion)
+        asked: Asked = await self._read("completion", body)
         exchange.names = asked.names
         echoes = [await self._prompt_text(request) for request in asked.requests] if asked.echo else None
         await self._generate(exchange, body, asked, CompletionShape(self._intake.model.tokenizer, echoes))
 
     async def _chat(self, exchange: Exchange) -> None:
         body = await self._body(exchange)
-        asked = await _read(body, bodies.chat)
+        asked: Asked = await self._read("chat", body)
         exchange.names = asked.names
         await self._generate(exchange, body, asked, self._chat_shape(asked))
 
@@ -139,14 +143,18 @@ class HttpApp:
         call_id = f"call_{uuid.uuid4().hex}"
         return CallShape(tokenizer, function=forced.name, call_id=call_id, stop_word=forced.finish_reason)
 
-    async def _generate(self, exchange: Exchange, body: bytes, asked: Asked, shape: Shape) -> None:
+    async def _generate(self, exchange: Exchange, body: list[bytes], asked: Asked, shape: Shape) -> None:
         received_at = time.monotonic()
         timeout_seconds = asked.timeout_seconds
         arrival = Arrival(
             received_at=received_at,
             deadline=None if timeout_seconds is None else received_at + timeout_seconds,
-            body_digest=await _off_loop(len(body), lambda: sha256(body).digest()),
+            body_digest=await _digest(body),
             caller=exchange.caller,
+            trace=(
+                exchange.request.headers.get("traceparent", ""),
+                exchange.request.headers.get("tracestate", ""),
+            ),
         )
         work = self._answer(exchange, asked, shape, arrival)
         await exchange.while_wanted(work, timeout_seconds=timeout_seconds, cut=self._cut)
@@ -185,7 +193,7 @@ class HttpApp:
         assert isinstance(request.prompt, tuple), "a completion's prompt is text or ids"
         return await self._intake.detokenize(request.prompt)
 
-    async def _body(self, exchange: Exchange) -> bytes:
+    async def _body(self, exchange: Exchange) -> list[bytes]:
         if self._closed:
             raise RequestError(
                 grpc.StatusCode.UNAVAILABLE,
@@ -193,6 +201,9 @@ class HttpApp:
                 retry_after_seconds=_RETRY_AFTER_SHUTDOWN_SECONDS,
             )
         return await exchange.body(self._max_body_bytes)
+
+    async def _read(self, kind: str, body: list[bytes]) -> Any:
+        return await self._bodies.read(kind, body, self._intake.welcome().max_total_tokens)
 
     # --- the small calls ----------------------------------------------------------------------------
 
@@ -213,7 +224,7 @@ class HttpApp:
         }
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        asked = await _read(await self._body(exchange), bodies.tokenizing)
+        asked: Tokenizing = await self._read("tokenizing", await self._body(exchange))
         self._intake.check_model(asked.model)
         tokens = await self._intake.tokenize(asked.prompt)
         max_model_len = self._intake.welcome().max_total_tokens
@@ -221,7 +232,7 @@ class HttpApp:
 
     async def _detokenize(self, exchange: Exchange) -> None:
         exchange.names = {"token_ids": "tokens"}
-        asked = await _read(await self._body(exchange), bodies.detokenizing)
+        asked: Detokenizing = await self._read("detokenizing", await self._body(exchange))
         self._intake.check_model(asked.model)
         text = await self._intake.detokenize(asked.token_ids, include_special=asked.include_special)
         await exchange.answer({"prompt": text})
@@ -237,8 +248,9 @@ class HttpApp:
             await exchange.while_wanted(_frames(live, exchange), timeout_seconds=None, cut=self._cut)
 
         async def tell_story(exchange: Exchange) -> None:
-            request_id = exchange.request.path_params["request_id"]
-            await exchange.answer(await live.story(request_id, exchange.caller.tenant))
+            request = exchange.request
+            tenant = keys.asked_of(exchange.caller, request.query_params.get("tenant", ""))
+            await exchange.answer(await live.story(request.path_params["request_id"], tenant))
 
         return [
             Route("/live", self._keyed(watch), methods=["GET"]),
@@ -253,14 +265,20 @@ class HttpApp:
         await exchange.answer({"status": "ok"})
 
 
-async def _read(body: bytes, read: abc.Callable[[Fields], _T]) -> _T:
-    """What a body asks for."""
-    return await _off_loop(len(body), lambda: read(parsed(body)))
+async def _describe(exchange: Exchange) -> None:
+    await exchange.answer(description.described())
 
 
-async def _off_loop(num_bytes: int, work: abc.Callable[[], _T]) -> _T:
-    """What the work returns: done at once when it is little, else in a thread, and the loop goes on."""
-    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
+async def _digest(body: list[bytes]) -> bytes:
+    """SHA-256 of a body; of a long one in a thread, and the loop goes on."""
+
+    def digest() -> bytes:
+        hashed = sha256()
+        for piece in body:
+            hashed.update(piece)
+        return hashed.digest()
+
+    return digest() if sum(map(len, body)) <= _INLINE_BYTES else await asyncio.to_thread(digest)
 
 
 class _Endpoint:

@@ -150,6 +150,8 @@ def tokenizing(body: Fields) -> Tokenizing:
     """A body of /tokenize: `prompt`, or `messages` as in a chat. Raises RequestError, INVALID_ARGUMENT."""
     model = body.text("model") or ""
     text = body.text("prompt")
+    if text is None:
+        _forced_function(body)  # it does not change the prompt; it is right or refused as in a chat
     prompt = _conversation(body) if text is None else text
     body.close()  # refuses messages beside a prompt
     return Tokenizing(model, prompt)
@@ -381,13 +383,13 @@ def _conversation(body: Fields) -> Conversation:
         raise invalid(
             "messages", f"messages has {len(values)} entries; at most {MAX_CHAT_MESSAGES} are allowed"
         )
-    tools = body.entries("tools") or []
+    tools = [_tool(tool, i) for i, tool in enumerate(body.entries("tools") or [])]
     choice = body.value("tool_choice")
     continued = body.flag("continue_final_message") or False
     opened = body.flag("add_generation_prompt")
     return Conversation(
         messages=[_message(checked(m, dict, "an object", f"messages[{i}]"), i) for i, m in enumerate(values)],
-        tools=[] if choice == "none" else [_tool(tool, i) for i, tool in enumerate(tools)],
+        tools=[] if choice == "none" else tools,
         add_generation_prompt=not continued if opened is None else opened,
         continue_final_message=continued,
     )
@@ -407,7 +409,7 @@ def _forced_function(body: Fields) -> ForcedFunction | None:
                     "With several, name the function",
                 )
             return _forced(tools, 0, "tool_calls")
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name), **others}, **more} if not (others or more):
             for position, tool in enumerate(tools):
                 if isinstance(tool, dict) and _function(tool, position).value("name") == name:
                     return _forced(tools, position, "stop")

@@ -30,6 +30,23 @@ _ANSWERS: Final[dict[grpc.StatusCode, tuple[int, str, str]]] = {
 }
 _DEFECT: Final = (500, "server_error", "internal_error")
 
+# Every status of a failure, and when it is.
+STATUSES: Final[dict[int, str]] = {
+    400: "A wrong value, or a field that is not supported.",
+    401: "Who asks is not known.",
+    403: "Who asks may not.",
+    404: "Another model, or another path.",
+    405: "Another method than the path has.",
+    408: "`timeout` is over, or the body took too long.",
+    409: "A request of this `request_id` is running.",
+    413: "The body is too long.",
+    415: "The body is not application/json.",
+    429: "Too much to do; Retry-After says when to try again.",
+    431: "Too many headers, or too long ones.",
+    500: "It could not be computed.",
+    503: "Nobody to compute it, or shutting down.",
+}
+
 # Where the contract's name of a field is not the name in a body.
 _NAMES_IN_BODIES: Final = {
     "text": "prompt",

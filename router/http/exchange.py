@@ -43,8 +43,11 @@ class Exchange:
 
     # --- in -----------------------------------------------------------------------------------------
 
-    async def body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises HttpError when it is no JSON by its header, too long, or too late."""
+    async def body(self, max_bytes: int) -> list[bytes]:
+        """The whole body, in pieces as it came.
+
+        Raises HttpError when it is no JSON by its header, too long, or too late.
+        """
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which no page of another site can send without asking first
             raise HttpError(415, "unsupported_media_type", "content-type must be application/json")
@@ -63,7 +66,7 @@ class Exchange:
                         raise _too_long("longer", max_bytes)
         except TimeoutError:
             raise HttpError(408, "timeout", f"the body was not in after {BODY_SECONDS:g} seconds") from None
-        return b"".join(pieces)
+        return pieces
 
     async def while_wanted(
         self, work: abc.Coroutine[Any, Any, _T], *, timeout_seconds: float | None, cut: asyncio.Event

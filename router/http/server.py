@@ -2,10 +2,12 @@
 
 Signals, logs and draining are the process's own business; uvicorn only speaks HTTP/1.1 here. The head of a
 request must be in within 10 s of its first byte, or of the connection; how much it may hold, `app` says.
+A client that vanished without a word is noticed by TCP itself, after as long as gRPC's pings take to.
 """
 
 import asyncio
 import contextlib
+import socket
 from collections import abc
 from typing import ClassVar, Final
 
@@ -17,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from router.http.app import MAX_HEAD_BYTES, HttpApp
 from router.http.exchange import ABORT
+from rpc.channel import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS
 from rpc.listening import bound_socket
 from rpc.metrics import counters
 from rpc.tls import Tls
@@ -52,6 +55,8 @@ class HttpDoor:
     async def open(self) -> str:
         """Begins to listen; returns the address with the port that was taken. Raises StartError."""
         taken, address = bound_socket(self._listen, field="--http")
+        if address.unix_path is None:
+            _watch_over(taken)
         tls = self._tls if address.unix_path is None else None
         context = None
         if tls is not None:
@@ -96,7 +101,19 @@ class HttpDoor:
         self._app.cut()
         self._server.should_exit = True
         await asyncio.wait([self._serving])
+        await self._app.stop()
         self._serving.result()
+
+
+def _watch_over(listening: socket.socket) -> None:
+    """Has its connections, which inherit this, end when their other side does not answer any more."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_TIMEOUT_SECONDS)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
+    # While bytes are on the way TCP does not ping: this is for them.
+    patience = (KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT_SECONDS) * 1000
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
 
 
 class _Server(uvicorn.Server):

@@ -1,9 +1,10 @@
+import dataclasses
 from typing import Any
 
 import pytest
 
-from chairlift.asking import Options, generate_request
-from chairlift.results import Message
+from chairlift.asking import Options, generate_request, tokenize_request
+from chairlift.results import Message, ToolCall
 from protos.v1 import common_pb2, router_pb2
 
 Request = router_pb2.GenerateRequest
@@ -38,13 +39,20 @@ def test_options_go_where_the_contract_has_them_and_zero_is_not_absent() -> None
     )
 
 
-def test_every_option_is_a_field_of_the_contract() -> None:
-    fields = {
-        *Request.DESCRIPTOR.fields_by_name,
+def test_options_and_messages_say_all_that_the_contract_can() -> None:
+    chat = set(router_pb2.Chat.DESCRIPTOR.fields_by_name) - {"messages"}
+    prompts = {"text", "token_ids", "chat"}
+    assert set(Options.__annotations__) == {
+        *set(Request.DESCRIPTOR.fields_by_name)
+        - prompts
+        - {"sampling", "resume"},  # what resumes is a stream
         *common_pb2.SamplingParams.DESCRIPTOR.fields_by_name,
-        "tools",
+        *chat,
     }
-    assert set(Options.__annotations__) <= fields
+    of_messages = {field.name for field in dataclasses.fields(Message)}
+    assert of_messages == set(router_pb2.Message.DESCRIPTOR.fields_by_name)
+    of_calls = {field.name for field in dataclasses.fields(ToolCall)}
+    assert of_calls == set(router_pb2.ToolCall.DESCRIPTOR.fields_by_name)
 
 
 def test_none_is_absent() -> None:
@@ -56,8 +64,27 @@ def test_tools_are_for_conversations() -> None:
     tool = {"type": "function", "function": {"name": "wetter"}}
     request = generate_request([Message("user", "Hi")], {"tools": [tool]})
     assert list(request.chat.tools) == ['{"type": "function", "function": {"name": "wetter"}}']
-    with pytest.raises(ValueError, match="conversation"):
+    with pytest.raises(ValueError, match="tools is for a conversation"):
         generate_request("Hi", {"tools": [tool]})
+    with pytest.raises(ValueError, match="continue_final_message is for a conversation"):
+        generate_request([1], {"continue_final_message": True})
+
+
+def test_turns_of_tools_are_the_same_as_messages_and_as_mappings() -> None:
+    call = {"id": "c", "name": "weather", "arguments": "{}"}
+    turns = [
+        Message("assistant", "", tool_calls=(ToolCall(**call),)),
+        Message("tool", "sun", tool_call_id="c"),
+    ]
+    mappings = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "sun", "tool_call_id": "c"},
+    ]
+    request = generate_request(turns, {"add_generation_prompt": False})
+    assert request == generate_request(mappings, {"add_generation_prompt": False})
+    assert request.chat.messages[0].tool_calls[0].name == "weather"
+    assert request.chat.HasField("add_generation_prompt")
+    assert tokenize_request(turns).chat.messages == request.chat.messages
 
 
 def test_what_cannot_be_asked_is_named() -> None:

@@ -5,16 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from chairlift.latency_drawing import Waits
 from chairlift.lift import End, Frame, Gauges, Lift
 from chairlift.lift_drawing import screen
 from chairlift.seats import Member, Step
 
 
 def drawn(
-    lifts: dict[str, Lift], *, width: int = 100, height: int = 30, state: str = "", now: float = 0.0
+    lifts: dict[str, Lift],
+    *,
+    width: int = 100,
+    height: int = 30,
+    state: str = "",
+    now: float = 0.0,
+    waits: dict[str, Waits] | None = None,
 ) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    console.print(screen(lifts, title="tiny", state=state, width=width, height=height, now=now))
+    console.print(screen(lifts, title="tiny", state=state, width=width, height=height, now=now, waits=waits))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -65,11 +72,19 @@ def test_nothing_seen_yet_and_a_router_that_is_away_are_sentences() -> None:
 
 @given(st.integers(1, 3), st.integers(0, 70), st.integers(24, 200), st.integers(10, 60))
 def test_no_line_is_wider_than_the_terminal(num_lifts: int, num_riders: int, width: int, height: int) -> None:
-    text = drawn({f"e{i}": lift(num_riders=num_riders) for i in range(num_lifts)}, width=width, height=height)
+    waits = {"first token": Waits((0.1, 1.0), (1, 2, 3))}
+    lifts = {f"e{i}": lift(num_riders=num_riders) for i in range(num_lifts)}
+    text = drawn(lifts, width=width, height=height, waits=waits)
     assert max(map(len, text.splitlines())) <= width
 
 
 def test_more_seats_than_lines_are_counted_and_the_screen_holds_what_is_drawn() -> None:
-    text = drawn({"a": lift(num_riders=64), "b": lift(num_riders=64)}, height=40, width=160)
+    lifts = {"a": lift(num_riders=64), "b": lift(num_riders=64)}
+    text = drawn(lifts, height=40, width=160)
     assert len(text.splitlines()) <= 40
     assert "50 more seats than fit here" in text
+    waits = {name: Waits((1.0,), (1, 0)) for name in ("first token", "between tokens")}
+    text = drawn(lifts, height=40, width=160, waits=waits)
+    assert len(text.splitlines()) <= 40
+    assert "first token" in text
+    assert "between tokens" in text

@@ -139,3 +139,35 @@ def test_limits_that_cannot_be_are_refused(
 ) -> None:
     assert capacity.main(args) == code
     assert complaint in capsys.readouterr().err
+
+
+def test_rates_give_a_table_each_figures_by_rate_and_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, picture = tmp_path / "out.json", tmp_path / "out.png"
+    schemes = ["--scheme", "chairlift", "--scheme", "contiguous", "--max-seq-len", "2048"]
+    args = [*SMALL, *schemes, "--rates", "8,2", "--json", str(path), "--png", str(picture)]
+    assert simulate.main(args) == 0
+    told = capsys.readouterr().out
+    assert "2 a second" in told
+    assert "8 a second" in told
+    figures = json.loads(path.read_text())
+    assert [(item["rate"], item["scheme"]) for item in figures] == [
+        (2.0, "chairlift"), (2.0, "contiguous"), (8.0, "chairlift"), (8.0, "contiguous"),
+    ]  # fmt: skip
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for rates in ("0,1", "x", "inf"):
+        with pytest.raises(SystemExit):
+            simulate.main([*SMALL, "--rates", rates])
+
+
+def test_tenants_are_drawn_by_their_shares_and_their_service_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "out.svg"
+    args = [*SMALL, "--rate", "5", "--tenants", "a:1,b:3", "--policy", "fair", "--png", str(picture)]
+    assert simulate.main(args) == 0
+    text = picture.read_text()
+    assert "svg" in text
+    assert simulate.main([*SMALL, "--rate", "5", "--tenants", "a:0"]) == 2
+    assert "'a:0' is no tenant: NAME or NAME:SHARE with a share above 0 is" in capsys.readouterr().err

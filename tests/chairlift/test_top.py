@@ -94,6 +94,7 @@ def test_both_executors_are_shown_with_who_rides_and_ctrl_c_ends_it(server: Clus
         riders = [f"rider-{i}" for i in range(4)]
         text = top.wait_for(*riders, "▐", "██", "tokens/s   4 riding", "nobody waits")
         assert text.count("of 8 seats") >= 2
+        top.wait_for("first token .*█", "between tokens .*█", "half ≤ [0-9]+ms, 99 % ≤ ")
     finally:
         for call in asked:
             call.cancel()

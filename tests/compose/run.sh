@@ -76,7 +76,7 @@ from pathlib import Path
 described = tomllib.loads(Path("pyproject.toml").read_text())
 extras = described["project"]["optional-dependencies"]
 names = described["build-system"]["requires"] + described["project"]["dependencies"]
-print(*names, *extras["router"], *extras["http"], *extras["scheduler"], *extras["executor"], sep="\n")
+print(*names, *extras["router"], *extras["http"], *extras["scheduler"], *extras["executor"], *extras["tracing"], sep="\n")
 PY
     $python -m pip download --quiet --quiet --only-binary :all: --python-version "$version" --dest "$WHEELS" \
         --requirement "$work/requirements.txt"

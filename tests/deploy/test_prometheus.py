@@ -60,7 +60,8 @@ def running(tiny_model_folder: Path) -> Iterator[tuple[Cluster, dict[str, str]]]
 @promtool
 def test_the_rules_are_valid_and_do_what_they_say() -> None:
     tool("check", "rules", str(RULES))
-    tool("check", "config", str(DEPLOY / "prometheus" / "prometheus.yaml"))
+    for config in ("prometheus.yaml", "compose.yaml"):
+        tool("check", "config", str(DEPLOY / "prometheus" / config))
     tool("test", "rules", str(DEPLOY / "prometheus" / "alerts_test.yaml"))
 
 
@@ -80,6 +81,25 @@ def test_dashboard_and_alerts_speak_of_metrics_that_there_are(
     wanted = names_in(rules) | names_in("\n".join(dashboard_expressions()))
     told |= {"chairlift_http_responses_total"}  # where there is an HTTP door
     assert wanted <= told | OF_PROMETHEUS
+
+
+def test_the_docs_name_metrics_that_there_are_and_words_that_services_log(
+    running: tuple[Cluster, dict[str, str]],
+) -> None:
+    told = {name for address in running[1].values() for name in parsed(get(address)[1]).names}
+    told |= {re.sub(r"_(bucket|sum|count)$", "", name) for name in told} | {"chairlift_http_responses_total"}
+    root = DEPLOY.parent
+    symptoms = (root / "docs" / "operations.md").read_text().partition("## By symptom")[2]
+    symptoms = symptoms.partition("\n## ")[0]
+    listed = (root / "docs" / "metrics.md").read_text().partition("## What there is")[2].partition("\n## ")[0]
+    code = "\n".join(
+        path.read_text() for package in ("rpc", *SERVICES) for path in (root / package).rglob("*.py")
+    )
+    wanted = re.findall(r"`([a-z]+_[a-z_]+)(?:\{[^`]*\})?`", symptoms + listed)
+    others = {name for name in wanted if f"chairlift_{name}" not in told and name not in OF_PROMETHEUS}
+    assert len(wanted) > 40
+    assert [name for name in others if not re.search(rf"\b{name}\b", code)] == []
+    assert not [name for name in others if name.endswith(("_total", "_seconds", "_ratio"))]
 
 
 class Prometheus:

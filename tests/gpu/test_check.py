@@ -66,7 +66,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, *args, **options) * 1.001
 
     monkeypatch.setattr(ReferenceAttention, "forward", off_by_little)
-    with pytest.raises(WrongError, match="relative error 1.00e-03"):
+    with pytest.raises(WrongError, match=r"relative error 1\.00e-03"):
         attention_parts.correctness(machine.Machine.here(60.0))
 
 

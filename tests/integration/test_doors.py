@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import jsonschema
 import openai
 import pytest
 
@@ -199,6 +200,35 @@ def test_an_http_address_that_cannot_be_had_is_one_line_and_exit_code_2(
     )
     assert done.returncode == 2
     assert done.stderr == f"chairlift router: --http is {taken}: another process listens on that socket\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["ab", "c"], "logprobs": 2, "echo": True, "n": 2}),
+        ("/v1/completions", {"prompt": "ab", "logprobs": 0, "prompt_logprobs": 1}),
+        ("/v1/completions", {"prompt": [1, 2], "return_token_ids": True, "stop_token_ids": [3]}),
+        ("/v1/chat/completions", {"messages": HI, "logprobs": True, "top_logprobs": 2}),
+        ("/v1/chat/completions", {"messages": HI, "prompt_logprobs": 0, "return_token_ids": True}),
+    ],
+)
+def test_answers_and_chunks_are_what_the_description_says(
+    http: httpx2.Client, path: str, fields: dict[str, Any]
+) -> None:
+    document = http.get("/openapi.json").json()
+    described = document["paths"][path]["post"]
+    kinds = described["responses"]["200"]["content"]
+
+    def check(value: object, schema: dict[str, str]) -> None:
+        jsonschema.validate(value, document | schema, cls=jsonschema.Draft202012Validator)
+
+    body = fields | {"max_tokens": 4, "seed": 1}
+    check(body, described["requestBody"]["content"]["application/json"]["schema"])
+    check(http.post(path, json=body).json(), kinds["application/json"]["schema"])
+    chunks = streamed(http, path, body | {"stream_options": {"include_usage": True}})
+    assert len(chunks) > 2
+    for chunk in chunks:
+        check(chunk, kinds["text/event-stream"]["x-event-schema"])
 
 
 def test_nothing_is_left(doors: Cluster) -> None:

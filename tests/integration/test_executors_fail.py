@@ -26,7 +26,7 @@ NUM_TOKENS = 60
 
 def start(running: Cluster, script: Script, *flags: str, executors: tuple[str, ...] = EXECUTORS) -> None:
     for name in executors:
-        running.start_scripted_executor(script, name)
+        running.start_scripted_executor(script, name=name)
     running.start_scheduler(*flags, executors=executors)
     running.start_router()
     running.wait()

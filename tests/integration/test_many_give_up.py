@@ -113,3 +113,33 @@ def test_b30_cancels_of_what_never_was_leave_no_memory_behind(tiny_model_folder:
         cancel_many(running, count, 1_000_000)
         assert resident_bytes(running, "scheduler") - before < 5 * 2**20
         check_quiet(running)
+
+
+async def check_b84(model: Path, warm_up: int, count: int) -> None:
+    """The router as server of its clients and as client of the scheduler: fifty streams at once, dropped."""
+    with cluster.running(model, script=Script(step_seconds=0.002)) as running:
+        async with client_of(running) as client:
+
+            async def leave(how_many: int) -> None:
+                left = iter(range(how_many))
+
+                async def one_after_the_other() -> None:
+                    for salt in left:
+                        await read_and_leave(client, salt)
+
+                await asyncio.gather(*(one_after_the_other() for _ in range(50)))
+
+            await leave(warm_up)
+            before = {name: resident_bytes(running, name) for name in ("router", "scheduler")}
+            await leave(count)
+            for name, size in before.items():
+                assert resident_bytes(running, name) - size < 20 * 1024 * 1024, name
+        await asyncio.to_thread(check_quiet, running)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+async def test_b84_thirty_thousand_dropped_streams_leave_router_and_scheduler_as_they_were(
+    tiny_model_folder: Path,
+) -> None:
+    await check_b84(tiny_model_folder, 5_000, 30_000)

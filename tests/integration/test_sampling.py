@@ -13,7 +13,7 @@ import torch
 from protos.v1 import common_pb2, router_pb2
 from tests.executor.numerics import reference_logits
 from tests.integration.prompts import prompt
-from tests.rig import cluster
+from tests.rig import cluster, tiny_model
 from tests.rig.client import request
 from tests.rig.cluster import Cluster
 from tests.rig.quiet import check_quiet
@@ -272,6 +272,31 @@ def test_b101_length_times_alternatives_is_refused_at_both_doors(doors: Cluster,
 
 
 # --- what an executor cannot do -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["model", "none"])
+def test_a_models_generation_config_is_in_force_and_told_unless_it_is_to_be_left_out(
+    tmp_path: Path, flag: str
+) -> None:
+    model = tiny_model.build(tmp_path / "tiny")
+    path = model / "generation_config.json"
+    wishes = {"temperature": 0.0, "repetition_penalty": 1.4, "do_sample": False}
+    path.write_text(json.dumps(json.loads(path.read_text()) | wishes))
+    with cluster.running(
+        model, executor_flags=("--num-blocks", "64"), router_flags=("--generation-config", flag)
+    ) as running:
+        told = running.router.GetModel(router_pb2.GetModelRequest(), timeout=60).defaults
+        message = router_pb2.GenerateRequest(sampling={"max_tokens": 8, "ignore_eos": True, "seed": 1})  # type: ignore[arg-type]
+        message.token_ids.ids.extend(prompt(33))
+        answer = running.router.Complete(message, timeout=60)
+        in_force = answer.accepted.sampling
+        expected = (0.0, 1.4) if flag == "model" else (1.0, 1.0)
+        assert (told.temperature, told.repetition_penalty) == expected
+        penalty = in_force.repetition_penalty if in_force.HasField("repetition_penalty") else 1.0
+        assert (in_force.temperature, penalty) == expected
+        if flag == "model":
+            wanted = by_transformers(model, prompt(33), 8, repetition_penalty=1.4)
+            assert list(answer.choices[0].token_ids) == wanted
 
 
 def test_what_not_every_executor_can_do_is_refused_by_name(tiny_model_folder: Path) -> None:

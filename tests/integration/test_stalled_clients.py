@@ -58,6 +58,7 @@ def test_b88_a_grpc_client_that_does_not_read_is_cut_and_gives_its_blocks_back(
         ) as raised:
             list(call)
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+    assert '"client_stalled"' in short_tempered.process("router").stderr
     check_quiet(short_tempered)
 
 

@@ -40,14 +40,15 @@ if (seconds) {
       else done(1000 * frames / (now - began));
     });
   }), Number(seconds));
-  await page.click("#stop");
 }
+await page.waitForFunction(() => document.querySelectorAll("#itl .line").length > 0);
 await page.screenshot({ path: `${folder}/${colorScheme}.png` });
+if (seconds) await page.click("#stop");
 await page.waitForFunction(() => /tokens in|stopped/.test(document.getElementById("ride-state").textContent));
 await page.waitForFunction((id) => !document.querySelector(`tr[data-request="${id}"]`), requestId);
 await page.evaluate(readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8"));
 const axe = await page.evaluate(() => window.axe.run());
-await page.evaluate((id) => import("/page/story.js").then((story) => story.openStory(id)), requestId);
+await page.evaluate((id) => import("/page/story.js").then((story) => story.openStory({ requestId: id })), requestId);
 await page.locator("#story-line li").first().waitFor();
 const story = await page.locator("#story-line li b").allTextContents();
 await page.keyboard.press("Escape");

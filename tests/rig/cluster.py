@@ -53,12 +53,12 @@ class Cluster:
         defaults = ("--dtype", "float32", "--num-threads", "1")
         self._start(name, "executor", "--model", str(self.model), *defaults, *flags)
 
-    def start_scripted_executor(self, script: Script, name: str = "executor") -> None:
+    def start_scripted_executor(self, script: Script, *flags: str, name: str = "executor") -> None:
         """An executor with a script in place of the model."""
         script = replace(script, log_path=script.log_path or str(self.folder / f"{name}.steps.jsonl"))
         script_path = self.folder / f"{name}.script.json"
         script_path.write_text(script.to_json())
-        own = self._metrics_flags(name)
+        own = (*self._metrics_flags(name), *flags)
         self._run(name, lambda: ScriptedExecutor(script_path, script, self.address(name), *own))
 
     def start_scheduler(

@@ -2,8 +2,8 @@
 
 It answers Hello with its Welcome and its serving status, and keeps every message it gets. What a submitted
 sequence gets is either said by the test, call by call (`give`, `finish`), or follows from a `script`: a
-function from the Submit to all output ids of its sequence, handed out one id at a time from where the
-submitted `output_token_ids` end, closed by a Finished.
+function from the Submit to all output ids of its sequence, handed out `tokens_a_step` at a time from where
+the submitted `output_token_ids` end, closed by a Finished: `ending`, or what the ids say.
 """
 
 # ruff: noqa: N802 - methods bear the names of the contract's RPCs
@@ -39,9 +39,16 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     """See the module. `welcome` may be changed between streams; None means that no executor is there yet."""
 
     def __init__(
-        self, *, script: Script | None = None, vocab_size: int = 272, max_total_tokens: int = 512
+        self,
+        *,
+        script: Script | None = None,
+        vocab_size: int = 272,
+        max_total_tokens: int = 512,
+        tokens_a_step: int = 1,
     ) -> None:
         self.script = script
+        self.tokens_a_step = tokens_a_step
+        self.ending: common_pb2.FinishReason.ValueType | None = None
         self.welcome: scheduler_pb2.Welcome | None = scheduler_pb2.Welcome(
             scheduler_id="scripted",
             term=1,
@@ -175,16 +182,20 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             task.add_done_callback(self._tasks.discard)
 
     async def _play(self, stream: Stream, submit: scheduler_pb2.Submit, token_ids: list[int]) -> None:
-        ends_by_length = len(token_ids) >= submit.sampling.max_tokens
         token_ids = token_ids[: submit.sampling.max_tokens]
-        for position in range(len(submit.output_token_ids), len(token_ids)):
+        ends = set(self.welcome.eos_token_ids if self.welcome is not None else ())
+        is_full = len(token_ids) == submit.sampling.max_tokens and not ends & set(token_ids[-1:])
+        by_ids = common_pb2.FINISH_REASON_LENGTH if is_full else common_pb2.FINISH_REASON_STOP
+        ending = by_ids if self.ending is None else self.ending
+        for position in range(len(submit.output_token_ids), len(token_ids), self.tokens_a_step):
             cancelled = any(cancel.key == submit.key for cancel in self.cancels)
             if stream.broken.is_set() or cancelled:
                 return
-            last = position == len(token_ids) - 1
-            reason = common_pb2.FINISH_REASON_LENGTH if ends_by_length else common_pb2.FINISH_REASON_STOP
+            new = token_ids[position : position + self.tokens_a_step]
+            is_last = position + len(new) == len(token_ids)
             with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):
-                await self.give(submit, [token_ids[position]], finish=reason if last else None)
+                rows = _logprobs(submit, new)
+                await self.give(submit, new, finish=ending if is_last else None, logprobs=rows)
             await asyncio.sleep(0)
 
     async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
@@ -203,6 +214,19 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self, request: scheduler_pb2.GetLoadRequest, context: Context
     ) -> scheduler_pb2.GetLoadResponse:
         return scheduler_pb2.GetLoadResponse()
+
+
+def _logprobs(submit: scheduler_pb2.Submit, token_ids: list[int]) -> list[common_pb2.TokenLogprobs]:
+    """What is due for these ids, if the request asks for it: the alternatives are the lowest ids."""
+    if not submit.sampling.HasField("logprobs"):
+        return []
+    count = submit.sampling.logprobs
+    return [
+        common_pb2.TokenLogprobs(
+            token_id=token_id, logprob=-0.5, rank=1, top_token_ids=range(count), top_logprobs=[-0.5] * count
+        )
+        for token_id in token_ids
+    ]
 
 
 @contextlib.asynccontextmanager

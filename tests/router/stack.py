@@ -80,7 +80,7 @@ async def rig(
         pool = SchedulerPool([client])
         model = ServedModel("tiny", tokenizer, Defaults(temperature=0.5, max_tokens=max_tokens))
         intake = Intake(model=model, schedulers=pool)
-        stack.callback(intake.close)
+        stack.push_async_callback(intake.close)
         doorkeeper = Doorkeeper(tenants)
         servicer = RouterServicer(
             intake=intake,

@@ -17,10 +17,7 @@ async def checks(max_seconds: float = 30.0) -> AsyncIterator[ConstraintChecks]:
     try:
         yield opened
     finally:
-        processes = list(opened._idle)
-        opened.close()
-        for process in processes:
-            await process.wait()
+        await opened.close()
 
 
 async def test_what_can_be_kept_to_is_taken() -> None:

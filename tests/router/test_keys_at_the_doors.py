@@ -181,7 +181,13 @@ async def test_explain_is_asked_on_behalf_of_the_keys_tenant(doors: Doors) -> No
     forged = router_pb2.ExplainRequest(request_id="r", tenant="blue")
     error = await refusal(stub.Explain(forged, metadata=key(RED)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "tenant is not for clients to set" in error.details()
+    assert "tenant is for admins' keys to set" in error.details()
+
+
+async def test_an_admin_reads_the_story_of_any_tenants_request(doors: Doors) -> None:
+    asked = router_pb2.ExplainRequest(request_id="r", tenant="blue")
+    await doors.router.stub.Explain(asked, metadata=key(BOSS))
+    assert doors.scheduler.explained == [("blue", "r")]
 
 
 async def test_watch_is_for_admins(doors: Doors) -> None:

@@ -55,9 +55,11 @@ def test_generation_defaults_count_whatever_do_sample_says(folder: Path) -> None
     change(
         folder / "generation_config.json",
         do_sample=False, temperature=0.6, top_p=0.9, top_k=50, min_p=0.05, max_new_tokens=99, max_length=20,
+        repetition_penalty=1.1,
     )  # fmt: skip
-    defaults = model_files.read(folder).generation_defaults
-    assert defaults == GenerationDefaults(temperature=0.6, top_p=0.9, top_k=50, min_p=0.05, max_tokens=99)
+    assert model_files.read(folder).generation_defaults == GenerationDefaults(
+        temperature=0.6, top_p=0.9, top_k=50, min_p=0.05, repetition_penalty=1.1, max_tokens=99
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,8 @@ def test_generation_defaults_count_whatever_do_sample_says(folder: Path) -> None
         ("top_k", 2.5),
         ("top_k", -2),
         ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 101),
         ("max_new_tokens", 0),
         ("eos_token_id", -1),
         ("eos_token_id", ["x"]),

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -49,6 +50,16 @@ def test_chunks_of_prompt_are_told_and_apart_from_them_the_last() -> None:
     frame = Ride().frame(step(1, rider(1, 64, prefill=True), rider(2, 30), rider(3, padding=True)))
     assert (frame["prefill"], frame["last_chunk"]) == ([[1, 64]], [[2, 30]])
     assert frame["entered"][2] == [3, "r3", 0, 1]
+
+
+def test_whose_request_it_is_stands_behind_its_name() -> None:
+    frame = Ride().frame(
+        step(1, replace(rider(1), tenant="red"), replace(rider(2, padding=True), tenant="red"))
+    )
+    assert frame["seated" if "seated" in frame else "entered"] == [
+        [1, "r1", 0, 0, "red"],
+        [2, "r2", 0, 1, "red"],
+    ]
 
 
 def test_who_has_no_row_sits_still() -> None:

@@ -1,19 +1,23 @@
 """The router as clients meet it, with the tiny model's tokenizer and a scheduler that a test speaks for."""
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
 
-from protos.v1 import common_pb2, router_pb2, scheduler_pb2
+import rpc.channel
+from protos.v1 import common_pb2, router_pb2, router_pb2_grpc, scheduler_pb2
 from protos.v1.router_pb2 import GenerateEvent, GenerateRequest
 from router.kept_results import KeptResults
 from router.scheduler_session import PART_TOKENS
 from router.stop_strings import StopStrings
 from router.text_stream import TextStream
+from rpc.address import Address
 from rpc.errors import from_call
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import MAX_MESSAGE_BYTES, ScriptedScheduler
+from tests.rig.swallowing_proxy import proxy
 from tests.router.stack import Start, eventually, letters
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -464,6 +468,29 @@ async def test_b25_b29_a_cancelled_call_gives_up_every_choice(
         assert {cancel.key for cancel in rig.scheduler.cancels} == {s.key for s in rig.scheduler.submits}
         assert {cancel.reason for cancel in rig.scheduler.cancels} == {ABORT}
         await rig.quiet()
+
+
+async def test_b82_a_client_whose_packets_are_dropped_is_given_up_by_keepalive(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's pings decide, here each second; the client never says that it is gone."""
+    monkeypatch.setattr(rpc.channel, "KEEPALIVE_SECONDS", 1)
+    monkeypatch.setattr(rpc.channel, "KEEPALIVE_TIMEOUT_SECONDS", 1)
+    async with start() as rig, proxy(tmp_path / "proxy.sock", tmp_path / "router.sock") as between:
+        monkeypatch.setattr(rpc.channel, "KEEPALIVE_SECONDS", 3600)  # the client's own would notice too
+        address = Address.parse(f"unix:{between.path}", field="")
+        async with rpc.channel.connect(address, max_message_bytes=MAX_MESSAGE_BYTES) as channel:
+            call = router_pb2_grpc.RouterStub(channel).Generate(text_request())
+            submit = await rig.scheduler.submitted()
+            await rig.scheduler.give(submit, [97])
+            while not (event := await call.read()).HasField("delta"):
+                pass
+            assert event.delta.text == "a"
+            between.swallow()
+            await rig.scheduler.until(lambda: bool(rig.scheduler.cancels))
+            assert rig.scheduler.cancels[0].key == submit.key
+            await rig.quiet()
+            call.cancel()
 
 
 async def test_b82_a_cancel_is_passed_on_even_when_the_client_does_not_read(start: Start) -> None:

@@ -1,4 +1,8 @@
+import contextlib
 import hashlib
+import itertools
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +11,7 @@ from tokenizers import processors
 from router import model_files
 from router.chat import ChatError, ChatMessage
 from router.model_files import ModelFilesError
-from router.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer, TooManyTokensError
 from tests.rig import tiny_model
 from tests.router import prompts
 from tests.router.test_detokenizer import llama_2
@@ -131,3 +135,35 @@ def test_the_fingerprint_tells_vocabularies_apart(folder: Path, tokenizer: Token
     files = model_files.read(folder)
     files.tokenizer.add_tokens(["one more"])
     assert Tokenizer(files).fingerprint != tokenizer.fingerprint
+
+
+def test_more_tokens_than_wanted_are_counted_and_not_listed(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("x" * 10, at_most=10) == [120] * 10
+    with pytest.raises(TooManyTokensError) as raised:
+        tokenizer.encode("x" * 11, at_most=10)
+    assert raised.value.num_tokens == 11
+    with pytest.raises(TooManyTokensError):
+        tokenizer.encode_chat([ChatMessage("user", "x" * 11)], [], True, at_most=10)
+
+
+def test_b103_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    """However long the work takes here, no pause of the others lasts for most of it."""
+    ended = threading.Event()
+    seconds = 0.0
+
+    def work() -> None:
+        nonlocal seconds
+        began = time.perf_counter()
+        with contextlib.suppress(TooManyTokensError):
+            tokenizer.encode("Grüße aus Köln. " * 50_000, at_most=1)
+        seconds = time.perf_counter() - began
+        ended.set()
+
+    thread = threading.Thread(target=work)
+    turns = [time.perf_counter()]
+    thread.start()
+    while not ended.wait(0.001):
+        turns.append(time.perf_counter())
+    thread.join()
+    longest = max(later - earlier for earlier, later in itertools.pairwise(turns))
+    assert longest < seconds / 2

@@ -76,6 +76,14 @@ def test_an_absent_value_takes_its_default() -> None:
     assert sampling.logprobs is None
 
 
+def test_a_models_repetition_penalty_is_in_force_where_the_executors_can() -> None:
+    defaults = Defaults(repetition_penalty=1.3)
+    able = replace(LIMITS, features=frozenset({"penalties"}))
+    assert valid(defaults=defaults, limits=able).sampling.repetition_penalty == 1.3
+    assert valid(defaults=defaults, limits=LIMITS).sampling.repetition_penalty == 1.0
+    assert valid(defaults=defaults, limits=able, repetition_penalty=1.0).sampling.repetition_penalty == 1.0
+
+
 def test_a_given_zero_is_not_absent() -> None:
     defaults = Defaults(temperature=0.5, top_k=40, min_p=0.1)
     sampling = valid(defaults=defaults, temperature=0.0, top_k=0, min_p=0.0, seed=0, logprobs=0).sampling

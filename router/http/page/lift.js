@@ -8,13 +8,27 @@ const ENTERED = 1, FINISHED = 2, PREEMPTED = 4, CANCELLED = 8;
 const KEPT_COLUMNS = 1024;
 const NUM_COLOURS = 36;
 
+// Colours as a canvas takes them quickest: red, green and blue.
+function resolved(colours) {
+  const c = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  return colours.map((colour) => {
+    c.fillStyle = colour;
+    c.fillRect(0, 0, 1, 1);
+    return `rgb(${c.getImageData(0, 0, 1, 1).data.slice(0, 3).join()})`;
+  });
+}
+
 const markOf = (reason) => reason === "STOP" || reason === "LENGTH" ? FINISHED : reason === "PREEMPTED" ? PREEMPTED : CANCELLED;
 
 export class Rider {
-  constructor(seqId, requestId, index, isPadding, seat, colour) {
-    Object.assign(this, { seqId, requestId, index, isPadding, seat, colour, steps: 0, now: "", isGone: false });
+  constructor(seqId, requestId, index, isPadding, tenant, seat, colour) {
+    Object.assign(this, { seqId, requestId, index, isPadding, tenant, seat, colour, steps: 0, now: "", isGone: false });
   }
   get name() { return this.index ? `${this.requestId} · ${this.index}` : this.requestId; }
+  get shortName() {
+    const id = this.requestId.length > 18 ? `${this.requestId.slice(0, 10)}…${this.requestId.slice(-5)}` : this.requestId;
+    return this.index ? `${id} · ${this.index}` : id;
+  }
 }
 
 export class Lift {
@@ -59,14 +73,21 @@ export class Lift {
     return column;
   }
 
-  enter([seqId, requestId, index, isPadding]) {
+  enter([seqId, requestId, index, isPadding, tenant = ""]) {
     let seat = this.seats.indexOf(null);
     if (seat < 0) { seat = this.seats.length; this.seats.push(null); this.isStale = true; }
-    const rider = new Rider(seqId, requestId, index, Boolean(isPadding), seat, this.nextColour);
-    this.nextColour = (this.nextColour + 1) % NUM_COLOURS;
+    const rider = new Rider(seqId, requestId, index, Boolean(isPadding), tenant, seat, this.colourOf(requestId, tenant));
     this.seats[seat] = rider;
     this.riders.set(seqId, rider);
     return rider;
+  }
+
+  // Choices of one request have its colour.
+  colourOf(requestId, tenant) {
+    for (const rider of this.riders.values()) if (rider.requestId === requestId && rider.tenant === tenant) return rider.colour;
+    const colour = this.nextColour;
+    this.nextColour = (this.nextColour + 1) % NUM_COLOURS;
+    return colour;
   }
 
   leave(seqId, reason) {
@@ -122,7 +143,8 @@ export class Lift {
       ground: value("--sunk"), surface: value("--surface"), ink: value("--ink"), bad: value("--bad"), warn: value("--warn"), muted: value("--line"),
       // Neighbours in order of arrival differ in hue by the golden angle, and in lightness too: for eyes that
       // tell few hues apart.
-      colours: Array.from({ length: NUM_COLOURS }, (_, i) => `oklch(calc(${value("--rider-l")} + ${(i % 3) * 7 - 7}%) ${value("--rider-c")} ${(i * 137.508 + 245) % 360})`),
+      colours: resolved(Array.from({ length: NUM_COLOURS }, (_, i) => `oklch(${parseFloat(value("--rider-l")) + (i % 3) * 7 - 7}% ${value("--rider-c")} ${(i * 137.508 + 245) % 360})`)),
+      line: row >= 8 * scale ? Math.max(1, Math.round(scale)) : 0,
     };
   }
 
@@ -152,9 +174,19 @@ export class Lift {
     c.fillRect(x, 0, width, this.canvas.height);
     for (let seat = 0; seat < column.kinds.length; seat += 1) {
       const kind = column.kinds[seat], y = seat * look.row;
-      if (kind === EMPTY) continue;
+      if (kind === EMPTY) {
+        if (look.line) { c.fillStyle = look.muted; c.fillRect(x, y + height - look.line, width, look.line); }
+        continue;
+      }
       const rider = column.riders[seat], mark = column.marks[seat];
       c.fillStyle = kind === PADDING ? look.muted : look.colours[rider.colour];
+      if (!look.gap && kind === DECODE && !mark) {  // seats of one colour are one rectangle
+        let end = seat + 1;
+        while (column.kinds[end] === DECODE && !column.marks[end] && column.riders[end].colour === rider.colour) end += 1;
+        c.fillRect(x, y, width, (end - seat) * look.row);
+        seat = end - 1;
+        continue;
+      }
       if (kind === STILL) c.fillRect(x, y + (height >> 1), width, Math.max(1, height >> 3));
       else c.fillRect(x, y, width, height);
       if (kind === PREFILL) {  // hatched

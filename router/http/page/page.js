@@ -63,8 +63,8 @@ function take(frame) {
 }
 
 function takeStats(stats) {
-  showHistogram($("ttft"), stats.time_to_first_token);
-  showHistogram($("itl"), stats.inter_token);
+  showHistogram($("ttft"), $("ttft-shares"), stats.time_to_first_token);
+  showHistogram($("itl"), $("itl-shares"), stats.inter_token);
   setState(stats.refusal ? `not serving: ${stats.refusal}` : "serving", stats.refusal ? "bad" : "good");
 }
 
@@ -79,23 +79,26 @@ function setState(text, kind) {
 function addLift(executor) {
   const section = $("lift").content.cloneNode(true).querySelector("section");
   const canvas = section.querySelector("canvas"), tip = section.querySelector(".tip");
-  section.querySelector("h2").textContent = executor;
   section.dataset.executor = executor;
-  $("lifts").append(section);
+  $("lifts").insertBefore(section, [...$("lifts").children].find((other) => other.dataset.executor > executor) ?? null);
   $("nobody").hidden = true;
-  const shown = { section, lift: new Lift(canvas), frame: null };
+  const shown = { section, lift: new Lift(canvas), frame: null, number: 0 };
   const under = (event) => shown.lift.at(event.offsetX, event.offsetY);
   canvas.addEventListener("pointermove", (event) => {
     const found = under(event);
     tip.hidden = !found;
     if (!found) return;
-    tip.textContent = `${found.rider.name}, step ${found.step}`;
+    tip.textContent = `${found.rider.name}${found.rider.tenant && `, of ${found.rider.tenant}`}, step ${found.step}`;
     const x = Math.min(event.offsetX + 14, canvas.clientWidth - tip.offsetWidth - 4);
     tip.style.transform = `translate(${Math.max(0, x)}px, ${Math.max(0, event.offsetY - 30)}px)`;
   });
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
-  canvas.addEventListener("click", (event) => { const found = under(event); if (found) openStory(found.rider.requestId); });
+  canvas.addEventListener("click", (event) => { const found = under(event); if (found) openStory(found.rider); });
   lifts.set(executor, shown);
+  for (const [i, one] of [...$("lifts").children].entries()) {  // by their order, so that seats can be told apart
+    const { number } = Object.assign(lifts.get(one.dataset.executor), { number: i + 1 });
+    one.querySelector("h2").textContent = lifts.size > 1 ? `${number} · ${one.dataset.executor}` : executor;
+  }
   return shown;
 }
 
@@ -130,12 +133,12 @@ function showLift(section, lift, frame) {
 }
 
 function showTable() {
-  const riders = [...lifts.values()].flatMap(({ lift }) => [...lift.riders.values()].map((rider) => ({ rider, lift }))).filter(({ rider }) => !rider.isPadding);
+  const riders = [...lifts.values()].flatMap(({ lift, number }) => [...lift.riders.values()].map((rider) => ({ rider, lift, number }))).filter(({ rider }) => !rider.isPadding);
   $("riders-count").textContent = riders.length || "";
-  riders.sort((a, b) => myRequests.has(b.rider.requestId) - myRequests.has(a.rider.requestId));
+  riders.sort((a, b) => myRequests.has(b.rider.requestId) - myRequests.has(a.rider.requestId) || a.number - b.number);
   const body = $("on-lift"), wanted = riders.slice(0, TABLE_ROWS);
   const rows = new Map([...body.rows].map((row) => [row.dataset.key, row]));
-  wanted.forEach(({ rider, lift }, place) => {
+  wanted.forEach(({ rider, lift, number }, place) => {
     const key = `${rider.seqId} ${rider.name}`;
     let row = rows.get(key);
     rows.delete(key);
@@ -146,14 +149,14 @@ function showTable() {
       for (let i = 0; i < 4; i += 1) row.insertCell();
       const button = document.createElement("button");
       button.type = "button";
-      button.textContent = rider.name.length > 24 ? `${rider.name.slice(0, 23)}…` : rider.name;
-      button.title = `The story of ${rider.requestId}`;
+      button.textContent = rider.shortName;
+      button.title = `The story of ${rider.requestId}${rider.tenant && `, of ${rider.tenant}`}`;
       button.style.setProperty("--rider", lift.look?.colours[rider.colour] ?? "currentColor");
-      button.addEventListener("click", () => openStory(rider.requestId));
+      button.addEventListener("click", () => openStory(rider));
       row.cells[0].append(button);
     }
     row.querySelector("button").classList.toggle("mine", myRequests.has(rider.requestId));
-    [rider.seat, rider.steps, rider.now].forEach((value, i) => {
+    [lifts.size > 1 ? `${number} · ${rider.seat + 1}` : rider.seat + 1, rider.steps, rider.now].forEach((value, i) => {
       if (row.cells[i + 1].textContent !== String(value)) row.cells[i + 1].textContent = value;
     });
     if (body.rows[place] !== row) body.insertBefore(row, body.rows[place] ?? null);

@@ -59,11 +59,17 @@ export function showQueue(list, empty, groups) {
 
 const bound = (seconds) => seconds < 1 ? `${+(seconds * 1000).toPrecision(3)} ms` : `${seconds} s`;
 
-export function showHistogram(box, { bounds, counts }) {
+// The buckets that have something, and one more on either side; in `shares`, within what half and 99 of 100 lie.
+export function showHistogram(box, shares, { bounds, counts }) {
   const key = counts.join();
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   const total = counts.reduce((sum, count) => sum + count, 0), most = Math.max(1, ...counts);
   const label = (i) => i < bounds.length ? `≤ ${bound(bounds[i])}` : `> ${bound(bounds.at(-1))}`;
-  box.replaceChildren(...counts.map((count, i) => line("div", label(i), count / most, total ? `${(100 * count / total).toFixed(count && count < total / 100 ? 1 : 0)} %` : "")));
+  const within = (share) => { let sum = 0; return label(counts.findIndex((count) => (sum += count) >= share * total)); };
+  shares.textContent = total ? `half ${within(0.5)}, 99 % ${within(0.99)}` : "no token yet";
+  const first = counts.findIndex((count) => count > 0) - 1, last = counts.findLastIndex((count) => count > 0) + 1;
+  const percent = (count) => count ? `${(100 * count / total).toFixed(count < total / 100 ? 1 : 0)} %` : "";
+  const rows = counts.map((count, i) => i < first || i > last ? null : line("div", label(i), count / most, percent(count)));
+  box.replaceChildren(...rows.filter((row) => row && total));
 }

@@ -7,13 +7,14 @@ const words = (code) => code.replaceAll("_", " ");
 
 $("story-close").addEventListener("click", () => $("story").close());
 
-export async function openStory(requestId) {
+export async function openStory({ requestId, tenant = "" }) {
   const dialog = $("story"), list = $("story-line");
   $("story-title").textContent = requestId;
   $("story-sum").textContent = "asking the scheduler";
   list.replaceChildren();
   if (!dialog.open) dialog.showModal();
-  const response = await fetch(`/live/requests/${encodeURIComponent(requestId)}`, { headers: headers() }).catch(() => null);
+  const whose = tenant && `?tenant=${encodeURIComponent(tenant)}`;
+  const response = await fetch(`/live/requests/${encodeURIComponent(requestId)}${whose}`, { headers: headers() }).catch(() => null);
   if ($("story-title").textContent !== requestId) return;
   if (!response?.ok) {
     $("story-sum").textContent = response ? await reason(response) : "the router is away";

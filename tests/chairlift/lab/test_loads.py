@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.lab.loads import Load, LoadError, Row, fresh_prompt, gaps, hashed_prompt, lengths, read_trace
+from chairlift.lab.loads import (
+    Load,
+    LoadError,
+    Row,
+    fresh_prompt,
+    gaps,
+    hashed_prompt,
+    lengths,
+    read_trace,
+    tenants,
+)
 
 DATA = Path(__file__).parents[3] / "bench" / "data"
 HEAD = "arrival_s,prompt_tokens,output_tokens\n"
@@ -214,3 +224,13 @@ def test_hashed_prompts_begin_alike_as_far_as_their_ids() -> None:
     assert one[:1024] == other[:1024]
     assert one[1024] != other[1024]
     assert len(hashed_prompt(Row(0, 1500, 1, (3, 4, 5)), tokens_per_id=16)) == 1500 // 32
+
+
+def test_tenants_come_as_often_as_their_shares_say() -> None:
+    load = Load(4000, prompt="5", output="5", arrivals="at-once", tenants=tenants("a:1,b:3"))
+    names = [item.tenant for item in load]
+    assert names == [item.tenant for item in load]
+    assert 0.22 < names.count("a") / len(names) < 0.28
+    for text in ("", ":2", "a:x", "a:-1", "a:inf"):
+        with pytest.raises(LoadError, match="is no tenant"):
+            tenants(text)

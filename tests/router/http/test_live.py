@@ -172,6 +172,8 @@ async def test_a_story_is_told_to_its_owner(start: Start) -> None:
             told = await client.get("/live/requests/a/b")
             assert told.json() == {"request_id": "a/b", "entries": []}
             assert asked == [("a/b", "")]
+            named = await client.get("/live/requests/a?tenant=blue")  # without keys there are no tenants
+            assert named.status_code == 400
             missing = at_the_door(looked_at(), rig.doorkeeper, rig.intake)
             assert (await missing.get("/live/requests/x")).status_code == 404
 

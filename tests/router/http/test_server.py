@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import shutil
+import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
@@ -13,10 +14,11 @@ from router import __main__ as main
 from router.config import RouterSettings
 from router.http.app import HttpApp
 from router.http.server import HttpDoor, _TimedHead
+from rpc.channel import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS
 from rpc.errors import StartError
 from rpc.tls import Tls
 from tests.rig.certificates import Authority, Pair
-from tests.router.stack import Rig, Start
+from tests.router.stack import Rig, Start, eventually
 
 SETTINGS = RouterSettings.model_construct(http="127.0.0.1:0", tls_ca="", max_message_bytes=1024)
 
@@ -156,3 +158,29 @@ async def test_b104_a_head_that_is_too_long_is_refused(start: Start) -> None:
             # As the pieces fall: the whole head was seen, or the server gave up before its end.
             assert answer == b"" or answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
         assert await get(address, None) == 200
+
+
+async def test_b82_connections_of_the_network_are_pinged_by_tcp(start: Start) -> None:
+    """So that a client whose packets are dropped is given up as at the gRPC door."""
+    async with start() as rig:
+        app = HttpApp(rig.intake, max_body_bytes=1024, doorkeeper=rig.doorkeeper)
+        door = HttpDoor(app, "127.0.0.1:0")
+        host, _, port = (await door.open()).rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        await eventually(lambda: bool(door._server and door._server.server_state.connections))
+        assert door._server is not None
+        (connection,) = door._server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        in_all = [
+            accepted.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (
+                socket.TCP_KEEPIDLE,
+                socket.TCP_KEEPINTVL,
+                socket.TCP_KEEPCNT,
+                socket.TCP_USER_TIMEOUT,
+            )
+        ]
+        assert in_all == [KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS, 1, 15_000]
+        writer.close()
+        await door.stop()

@@ -8,6 +8,7 @@ from router.tokenizer import Tokenizer
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router.http.test_app import Serve, events, serve
+from tests.router.http.test_schemas import is_valid
 from tests.router.stack import letters
 
 __all__ = ["serve"]  # the fixture
@@ -47,6 +48,8 @@ async def test_a_forced_function_is_answered_as_a_call_whole_and_streamed(
         assert calls[0]["function"]["name"] == "weather"
         assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
         assert choices[-1]["finish_reason"] == finish_reason
+        assert is_valid("ChatChoice", whole)
+        assert all(is_valid("ChatChunkChoice", choice) for choice in choices)
 
 
 async def test_the_shape_of_a_call(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,56 @@
+"""Flags that change recorded settings, to ask "what if".
+
+Must not know: what is done with them.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+
+from scheduler.policy import Admission, Limits
+from scheduler.waiting import Policy
+
+_COUNTS = {
+    "max_num_seqs": "most sequences in a batch",
+    "max_num_batched_tokens": "token budget of a step",
+    "num_blocks": "KV blocks to use of those there were",
+    "window": "plans under way at once",
+    "max_queued": "most waiting requests beyond the free seats",
+}
+_OTHERS = ("policy", "admission", "prefix_caching")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds them; none is the recorded setting."""
+    settings = parser.add_argument_group("what if")
+    for name, kind in (("policy", Policy), ("admission", Admission)):
+        choices = "{" + ",".join(item.value for item in kind) + "}"
+        settings.add_argument(f"--{name}", type=kind, choices=list(kind), metavar=choices)
+    for name, text in _COUNTS.items():
+        settings.add_argument(f"--{name.replace('_', '-')}", type=_count, metavar="N", help=text)
+    settings.add_argument("--max-step-ms", type=_duration, metavar="MS", help="wanted duration of a step")
+    settings.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=None)
+
+
+def change_of(options: argparse.Namespace) -> Callable[[Limits], Limits] | None:
+    """What they change; None when they leave all as it was."""
+    changed = {
+        name: getattr(options, name) for name in (*_COUNTS, *_OTHERS) if getattr(options, name) is not None
+    }
+    if options.max_step_ms is not None:
+        changed["max_step_us"] = 1000 * options.max_step_ms
+    return (lambda limits: replace(limits, **changed)) if changed else None
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"it is {number}, and must be at least 1")
+    return number
+
+
+def _duration(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"it is {number:g}, and must be above 0")
+    return number

@@ -1,0 +1,109 @@
+"""Other ways to hold KV memory than the server's, on its core, so that nothing else differs.
+
+    contiguous   a sequence enters when there is a run of slots (whole blocks) for the longest it may become,
+                 and nobody else has any of it until it leaves. Nothing is preempted, nothing is shared.
+    by order     blocks as in the server; when they run out, who came last goes first, however much it has
+                 computed
+
+The core's own blocks are kept besides, as the executor's addresses: whoever holds a run has blocks enough.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from chairlift.lab.ranges import Ranges
+from scheduler import placement
+from scheduler.core import SchedulerCore
+from scheduler.door import RefusedError
+from scheduler.executor_state import ExecutorState
+from scheduler.explain import Reason
+from scheduler.plan import Capacity
+from scheduler.rows import Rows
+from scheduler.sequence import FinishReason, Request, Sequence, StatusCode
+from scheduler.token_ids import NO_IDS, TokenIds
+
+
+class ContiguousCore(SchedulerCore):
+    """Runs of neighbouring slots, found by `ranges`."""
+
+    def __init__(self, ranges: Callable[[int], Ranges], *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._make_ranges = ranges
+        self._ranges: dict[str, Ranges] = {}
+        self._starts: dict[Sequence, int] = {}
+
+    def attach(self, executor_id: str, epoch: int, capacity: Capacity, now: float) -> list[Sequence]:
+        """As the core's."""
+        ended = super().attach(executor_id, epoch, capacity, now)
+        blocks = self.executors[executor_id].blocks
+        self._ranges[executor_id] = self._make_ranges(blocks.num_blocks * blocks.block_size)
+        return ended
+
+    def submit(self, request: Request, output_token_ids: TokenIds = NO_IDS, *, now: float) -> Sequence:
+        """As the core's; refuses what no run is long enough for."""
+        length = len(request.prompt_token_ids) + request.max_tokens
+        longest = min((ranges.longest for ranges in self._ranges.values()), default=length)
+        if length > longest:
+            raise RefusedError(
+                StatusCode.INVALID_ARGUMENT, f"{length} tokens need a run of slots, the longest has {longest}"
+            )
+        return super().submit(request, output_token_ids, now=now)
+
+    def num_held(self, state: ExecutorState) -> int:
+        """Slots that nobody else can have."""
+        return self._ranges[state.executor_id].num_held
+
+    def _try(
+        self, state: ExecutorState, seq: Sequence, rows: Rows, turn: placement.Turn | None, *, follows: bool
+    ) -> bool:
+        """Takes the run first; gives it back when it is not for want of room that `seq` stays out."""
+        ranges = self._ranges[state.executor_id]
+        blocks = state.blocks
+        start = ranges.take(blocks.blocks_for(seq.max_len) * blocks.block_size)
+        if start is None:
+            self.clocks.set(Reason.QUEUED_FOR_BLOCKS, self._now)
+            return False
+        goes_on = super()._try(state, seq, rows, turn, follows=follows)
+        if seq.executor_id:
+            self._starts[seq] = start
+        else:
+            ranges.give_back(start)
+        return goes_on
+
+    def _leave(
+        self,
+        state: ExecutorState,
+        seq: Sequence,
+        reason: FinishReason | None,
+        *,
+        tell_executor: bool,
+        keep_blocks: bool = False,
+    ) -> None:
+        super()._leave(state, seq, reason, tell_executor=tell_executor, keep_blocks=keep_blocks)
+        self._ranges[state.executor_id].give_back(self._starts.pop(seq))
+
+
+class VictimsByOrderCore(SchedulerCore):
+    """Who came last goes first."""
+
+    def _clear_the_way(self, state: ExecutorState) -> bool:
+        """Makes the room first, so that the core finds nobody short of a block."""
+        while sum(seq.needs_block for seq in state.running.values()) > state.blocks.num_free:
+            if state.session.num_unanswered:
+                return False
+            candidates = [seq for seq in state.running.values() if seq.has_progressed]
+            if not candidates:
+                break
+            last = max(candidates, key=lambda seq: (seq.request.priority, seq.request.arrival, seq.order))
+            self.counters.preemptions += 1
+            last.num_preemptions += 1
+            self.preempt(state, last, "blocks ran out, and it came last")
+        return super()._clear_the_way(state)
+
+
+def num_held_slots(core: SchedulerCore, state: ExecutorState) -> int:
+    """KV slots of an executor that somebody holds, with or without tokens in them."""
+    if isinstance(core, ContiguousCore):
+        return core.num_held(state)
+    blocks = state.blocks
+    return (blocks.num_blocks - blocks.num_free) * blocks.block_size

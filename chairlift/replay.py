@@ -1,0 +1,100 @@
+"""`chairlift replay`: a record told to the scheduler's core again, as it was or under other settings."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from chairlift.lab.changes import add_flags, change_of
+from chairlift.lab.fit import FitError
+from chairlift.lab.replay import DifferentError, Report, UnreadableError, replay_file
+from chairlift.lab.what_if import Change, Latencies, fitted, modelled, recorded
+
+
+def main(argv: list[str]) -> int:
+    """Replays; returns the exit code: 1 when plans differ, 2 when the record is refused."""
+    options = _parser().parse_args(argv)
+    console = Console(stderr=True)
+    try:
+        with console.status("replaying"):
+            report = replay_file(options.record, may_be_cut=options.cut)
+        print(_told(report))
+        change = change_of(options)
+        if change is not None:
+            Console().print(_compared(report, change))
+    except (UnreadableError, FitError, OSError) as error:
+        print(f"chairlift replay: {options.record}: {error}", file=sys.stderr)
+        return 2
+    except DifferentError as error:
+        print(f"chairlift replay: {options.record}: the plans differ. {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="chairlift replay",
+        description=__doc__.partition(": ")[2],
+        epilog="With any of the settings, the recorded load is run under them besides (docs/lab.md).",
+    )
+    parser.add_argument("record", type=Path, metavar="FILE", help="what a scheduler wrote with --record")
+    parser.add_argument(
+        "--cut", action="store_true", help="take a record whose scheduler was killed as far as it is whole"
+    )
+    add_flags(parser)
+    return parser
+
+
+def _told(report: Report) -> str:
+    head = report.header
+    return (
+        f"recorded {head.get('began', '')} by {head.get('scheduler_id') or 'a scheduler'}, "
+        f"version {head.get('version')}\n"
+        f"{report.num_events:,} events in {report.seconds:,.1f} s: {len(report.seen):,} requests, "
+        f"{report.num_refused:,} refused; {report.num_tokens:,} tokens computed; "
+        f"{report.preemptions} preemptions, {report.displacements} displacements, "
+        f"{report.num_lost} executors gone\n"
+        f"{report.num_plans:,} plans, all equal to those recorded"
+    )
+
+
+def _compared(report: Report, change: Change) -> Table:
+    """The record, its model, and the model under the changed settings."""
+    fit = fitted(report)
+    columns = {
+        "recorded": recorded(report),
+        "modelled": modelled(report, fit.prices, lambda limits: limits),
+        "what if": modelled(report, fit.prices, change),
+    }
+    table = Table(title=f"step times fitted to {fit.sentence}", title_justify="left")
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for head, cell in _CELLS.items():
+        table.add_row(head, *(cell(item) for item in columns.values()))
+    return table
+
+
+def _seconds(value: float) -> str:
+    if value != value:  # noqa: PLR0124 - NaN: nobody came to that
+        return "-"
+    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
+
+
+_CELLS: dict[str, Callable[[Latencies], str]] = {
+    "requests": lambda item: f"{item.requests:,}",
+    "output tokens": lambda item: f"{item.output_tokens:,}",
+    "first token p50": lambda item: _seconds(item.first_token_p50),
+    "first token p99": lambda item: _seconds(item.first_token_p99),
+    "between tokens p50": lambda item: _seconds(item.between_tokens_p50),
+    "between tokens p99": lambda item: _seconds(item.between_tokens_p99),
+    "whole time, mean": lambda item: _seconds(item.total_mean),
+    "ended by themselves, in time": lambda item: f"{item.in_time:,}",
+    "preemptions": lambda item: f"{item.preemptions:,}",
+    "refused": lambda item: f"{item.refused:,}",
+}

@@ -1,0 +1,120 @@
+"""The HTTP door as OpenAPI 3.1 describes it, for tools that make clients, pages and tests of it.
+
+What is asked and answered stands in `schemas`, how errors go out in `errors`; here are the paths. The live
+page's own paths are not among them. Pure.
+"""
+
+from typing import Any, Final
+
+from router.http import errors
+from router.http.schemas import SCHEMAS, Schema, reference
+from rpc.version import version
+
+PATH: Final = "/openapi.json"
+
+_KEY: Final = "key"
+_JSON: Final = "application/json"
+
+
+def described() -> dict[str, Any]:
+    """The whole document."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Chairlift",
+            "summary": "An LLM server, at the door for OpenAI's clients.",
+            "description": "Meanings and defaults of all fields: docs/clients.md. null is the same as absent "
+            "and what is not described here is refused by name.",
+            "version": version(),
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": _PATHS,
+        "components": {
+            "schemas": SCHEMAS,
+            "securitySchemes": {
+                _KEY: {"type": "http", "scheme": "bearer", "description": "Where the server knows tenants."}
+            },
+        },
+    }
+
+
+def _operation(
+    name: str, summary: str, answer: Schema, *, body: str | None = None, is_open: bool = False, **more: Any
+) -> Schema:
+    """One call. `answer` is its 200, `body` the schema of what it takes; `is_open` ones ask for no key."""
+    operation = {
+        "operationId": name,
+        "summary": summary,
+        "security": [] if is_open else [{}, {_KEY: []}],
+        "responses": {"200": answer, **{str(status): _failure(status) for status in errors.STATUSES}},
+        **more,
+    }
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": reference(body)}}}
+    return operation
+
+
+def _value(schema: str) -> Schema:
+    return {"description": "OK", "content": {_JSON: {"schema": reference(schema)}}}
+
+
+def _generated(whole: str, chunk: str) -> Schema:
+    """An answer whole, or as the events of a stream, whose values `x-event-schema` describes."""
+    events = {
+        "schema": {
+            "type": "string",
+            "description": f"Server-sent events: each `data:` is a {chunk}, the last is [DONE]. A failure "
+            "after the beginning is a last event, an Error, and no [DONE] follows.",
+        },
+        "x-event-schema": reference(chunk),
+    }
+    answer = _value(whole)
+    answer["description"] = "The answer; with stream true as events."
+    answer["content"]["text/event-stream"] = events
+    answer["headers"] = {"x-request-id": {"description": "The call's id.", "schema": {"type": "string"}}}
+    return answer
+
+
+def _failure(status: int) -> Schema:
+    return {
+        "description": errors.STATUSES[status],
+        "content": {_JSON: {"schema": reference("Error")}},
+    }
+
+
+_PATHS: Final[dict[str, Any]] = {
+    "/v1/completions": {
+        "post": _operation(
+            "complete",
+            "Goes on with a text, or with several.",
+            _generated("Completion", "CompletionChunk"),
+            body="CompletionRequest",
+        )
+    },
+    "/v1/chat/completions": {
+        "post": _operation(
+            "chat", "Answers a conversation.", _generated("Chat", "ChatChunk"), body="ChatRequest"
+        )
+    },
+    "/v1/models": {"get": _operation("models", "The model that is served.", _value("Models"))},
+    "/v1/models/{name}": {
+        "get": _operation(
+            "model",
+            "The same by its name.",
+            _value("Model"),
+            parameters=[{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+        )
+    },
+    "/tokenize": {
+        "post": _operation("tokenize", "Text to token ids.", _value("Tokens"), body="TokenizeRequest")
+    },
+    "/detokenize": {
+        "post": _operation("detokenize", "Token ids to text.", _value("Text"), body="DetokenizeRequest")
+    },
+    "/health": {
+        "get": _operation(
+            "health", "Whether a request sent now would get a token.", _value("Ready"), is_open=True
+        )
+    },
+    "/ready": {"get": _operation("ready", "The same as /health.", _value("Ready"), is_open=True)},
+}

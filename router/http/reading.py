@@ -1,0 +1,152 @@
+"""Bodies into what they ask for, while the event loop answers others.
+
+To parse JSON is to hold the interpreter's lock from the first byte to the last, in whatever thread. So a
+short body is read at once, a longer one in a thread, and a long one in a process of its own, whose answer
+comes back in parts none of which takes long to unpack.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import sys
+from array import array
+from collections import abc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from router.http.asked import Asked, Detokenizing
+from router.http.fields import parsed
+from router.http.reading_worker import LENGTH_BYTES, READERS
+from rpc.errors import RequestError
+
+INLINE_BYTES: Final = 16 * 1024
+THREAD_BYTES: Final = 64 * 1024
+MAX_SECONDS: Final = 60.0
+_NUM_PROCESSES: Final = 2
+_PIECE_BYTES: Final = 256 * 1024
+
+_log = structlog.get_logger()
+
+
+class Bodies:
+    """Reads bodies of one door."""
+
+    def __init__(self, *, max_seconds: float = MAX_SECONDS) -> None:
+        self._max_seconds = max_seconds
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._turns = asyncio.Semaphore(_NUM_PROCESSES)
+
+    async def read(self, kind: str, pieces: abc.Sequence[bytes], max_total_tokens: int) -> Any:
+        """What `asked` makes of a body of this kind. Raises RequestError as that does.
+
+        Prompts of as many ids as `max_total_tokens` or more may be refused here already.
+        """
+        num_bytes = sum(map(len, pieces))
+        if num_bytes > THREAD_BYTES:
+            return await self._read_in_a_process(kind, pieces, num_bytes, max_total_tokens)
+        body = b"".join(pieces)
+        if num_bytes > INLINE_BYTES:
+            return await asyncio.to_thread(lambda: READERS[kind](parsed(body)))
+        return READERS[kind](parsed(body))
+
+    async def close(self) -> None:
+        """Ends the processes; returns when they have ended."""
+        while self._idle:
+            await _kill(self._idle.pop())
+
+    def _living(self) -> asyncio.subprocess.Process | None:
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+        return None
+
+    async def _read_in_a_process(
+        self, kind: str, pieces: abc.Sequence[bytes], num_bytes: int, max_total_tokens: int
+    ) -> Any:
+        async with self._turns:
+            process = self._living() or await _started()
+            try:
+                async with asyncio.timeout(self._max_seconds):
+                    value = await _asked(process, [kind, num_bytes, max_total_tokens], pieces)
+            except (TimeoutError, OSError, RuntimeError, asyncio.IncompleteReadError) as error:
+                await _kill(process)
+                _log.warning("body_not_read", num_bytes=num_bytes, error=repr(error))
+                raise RequestError(
+                    grpc.StatusCode.UNAVAILABLE, "the body could not be read now; try again"
+                ) from error
+            except RequestError:
+                self._idle.append(process)
+                raise
+            except BaseException:
+                await _kill(process)
+                raise
+            self._idle.append(process)
+            return value
+
+
+async def _asked(process: asyncio.subprocess.Process, header: list[Any], pieces: abc.Sequence[bytes]) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(header).encode() + b"\n")
+    for piece in pieces:
+        process.stdin.write(piece)
+        await process.stdin.drain()
+    first = await _frame(process.stdout)
+    if first[0] == "refused":
+        _, code, message, field = first
+        raise RequestError(grpc.StatusCode[code], message, field=field)
+    _, value, num_parts = first
+    parts = [await _frame(process.stdout) for _ in range(num_parts)]
+    if isinstance(value, Asked):
+        requests = zip(value.requests, parts, strict=True)
+        return replace(value, requests=tuple(replace(one, prompt=prompt) for one, prompt in requests))
+    if isinstance(value, Detokenizing):
+        return replace(value, token_ids=parts[0])
+    return value
+
+
+async def _frame(stream: asyncio.StreamReader) -> Any:
+    left = int.from_bytes(await stream.readexactly(LENGTH_BYTES))
+    frame = bytearray()
+    while left:
+        piece = await stream.read(min(left, _PIECE_BYTES))
+        if not piece:
+            raise asyncio.IncompleteReadError(b"", left)
+        frame += piece
+        left -= len(piece)
+    if len(frame) <= INLINE_BYTES:
+        return _unpacked(frame)
+    return await asyncio.to_thread(_unpacked, frame)
+
+
+def _unpacked(frame: bytearray) -> Any:
+    value = pickle.loads(frame)  # noqa: S301 - a process of our own has made it
+    return tuple(value) if isinstance(value, array) else value
+
+
+async def _started() -> asyncio.subprocess.Process:
+    root = str(Path(__file__).parents[2])
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "router.http.reading_worker"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        limit=_PIECE_BYTES,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
+    )
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

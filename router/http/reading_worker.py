@@ -1,0 +1,83 @@
+"""Reads long bodies, in a process of its own: `python -m router.http.reading_worker`.
+
+In: a line of JSON, [kind, bytes of the body, most tokens of a prompt], then the body. Out: frames, each with
+its length in eight bytes before it, pickled: what is asked without its prompts and how many there are, then
+each prompt, its ids as an array; or a refusal. The process ends when its input does. Its memory is limited;
+its time by whoever started it (`reading`).
+"""
+
+import json
+import pickle
+import resource
+import sys
+from array import array
+from collections import abc
+from dataclasses import replace
+from typing import Any, Final
+
+from router import validation
+from router.http import asked
+from router.http.asked import Asked, Detokenizing
+from router.http.fields import Fields, parsed
+from router.validation import Limits
+from rpc.errors import RequestError
+
+MAX_MEMORY_BYTES: Final = 2 << 30
+LENGTH_BYTES: Final = 8
+
+READERS: Final[dict[str, abc.Callable[[Fields], Any]]] = {
+    "completion": asked.completion,
+    "chat": asked.chat,
+    "tokenizing": asked.tokenizing,
+    "detokenizing": asked.detokenizing,
+}
+
+
+def answer(kind: str, body: bytes, max_total_tokens: int) -> list[Any]:
+    """The values of the frames."""
+    try:
+        value = READERS[kind](parsed(body))
+        prompts = _parts(value, Limits(max_total_tokens=max_total_tokens, vocab_size=0))
+    except RequestError as error:
+        return [("refused", error.code.name, error.message, error.field)]
+    except MemoryError:
+        return [("refused", "INVALID_ARGUMENT", "the body takes too much memory to read; send less", "")]
+    if isinstance(value, Asked):
+        value = replace(value, requests=tuple(replace(one, prompt=None) for one in value.requests))
+    if isinstance(value, Detokenizing):
+        value = replace(value, token_ids=())
+    return [("read", value, len(prompts)), *prompts]
+
+
+def _parts(value: Any, limits: Limits) -> list[Any]:
+    """What is long in it. Raises RequestError for ids of which there are too many anyway."""
+    match value:
+        case Asked(requests=requests):
+            return [_compact(request.prompt, limits) for request in requests]
+        case Detokenizing(token_ids=token_ids):
+            validation.check_num_token_ids("token_ids", len(token_ids))
+            return [array("q", token_ids)]
+    return []
+
+
+def _compact(prompt: Any, limits: Limits) -> Any:
+    if not isinstance(prompt, tuple):
+        return prompt
+    validation.check_prompt_length("token_ids", len(prompt), limits)
+    return array("q", prompt)
+
+
+def main() -> None:
+    """Answers until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    for line in sys.stdin.buffer:
+        kind, num_bytes, max_total_tokens = json.loads(line)
+        for value in answer(kind, sys.stdin.buffer.read(num_bytes), max_total_tokens):
+            frame = pickle.dumps(value, protocol=5)
+            sys.stdout.buffer.write(len(frame).to_bytes(LENGTH_BYTES))
+            sys.stdout.buffer.write(frame)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

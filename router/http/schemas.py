@@ -1,0 +1,409 @@
+"""What bodies and answers of the HTTP door look like, as JSON Schema (2020-12), for `description`.
+
+Limits are the constants that check requests, and a test reads bodies field by field to hold the two equal
+(`tests/router/http/test_schemas.py`). What depends on the model (lengths, the vocabulary) stands in
+`docs/clients.md` alone. Pure; it must not know paths or statuses.
+"""
+
+from collections import abc
+from typing import Any, Final
+
+from router import constraints
+from router.http import asked
+from router.http.fields import MAX_INT, MIN_INT
+from router.validation import (
+    MAX_BIAS,
+    MAX_CHAT_MESSAGES,
+    MAX_CHAT_TOOLS,
+    MAX_CHOICES,
+    MAX_LISTED_TOKEN_IDS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MAX_TOOL_CALLS,
+)
+
+Schema = dict[str, Any]
+
+# --- words ------------------------------------------------------------------------------------------
+
+_TEXT: Final[Schema] = {"type": "string"}
+_NOT_EMPTY: Final[Schema] = {"type": "string", "minLength": 1}
+_FLAG: Final[Schema] = {"type": "boolean"}
+_NUMBER: Final[Schema] = {"type": "number"}
+_NULL: Final[Schema] = {"type": "null"}
+_ANY_OBJECT: Final[Schema] = {"type": "object"}
+
+
+def _whole(low: int = MIN_INT, high: int = MAX_INT) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _number(low: float, high: float) -> Schema:
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def _above(low: float, high: float) -> Schema:
+    return {"type": "number", "exclusiveMinimum": low, "maximum": high}
+
+
+def _list(items: Schema, *, at_least: int = 0, at_most: int | None = None) -> Schema:
+    schema: Schema = {"type": "array", "items": items}
+    if at_least:
+        schema["minItems"] = at_least
+    if at_most is not None:
+        schema["maxItems"] = at_most
+    return schema
+
+
+def _text(at_least: int, at_most: int) -> Schema:
+    return {"type": "string", "minLength": at_least, "maxLength": at_most}
+
+
+def _any_of(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, _NULL]}
+
+
+def _about(schema: Schema, description: str) -> Schema:
+    return {**schema, "description": description}
+
+
+def reference(name: str) -> Schema:
+    """Where a schema of `SCHEMAS` is named."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _body(fields: abc.Mapping[str, Schema], *, required: abc.Sequence[str] = ()) -> Schema:
+    """An object that a client sends: null is the same as absent, and nothing else may stand in it."""
+    properties = {
+        name: schema if name in required or schema is _NULL else _or_null(schema)
+        for name, schema in fields.items()
+    }
+    return _object(properties, required=required) | {"additionalProperties": _NULL}
+
+
+def _either(body: Schema, *cases: abc.Mapping[str, Schema]) -> Schema:
+    """The body, with these fields present in one of these ways; `_NULL` ones are absent."""
+    return body | {
+        "anyOf": [
+            {
+                "properties": dict(case),
+                "required": [name for name, schema in case.items() if schema is not _NULL],
+            }
+            for case in cases
+        ]
+    }
+
+
+def _object(properties: abc.Mapping[str, Schema], *, required: abc.Sequence[str]) -> Schema:
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _answer(
+    properties: abc.Mapping[str, Schema], *, sometimes: abc.Mapping[str, Schema] | None = None
+) -> Schema:
+    """An object that the door sends: everything is there, but for what is there `sometimes`."""
+    return _object({**properties, **(sometimes or {})}, required=list(properties))
+
+
+# --- what is asked ----------------------------------------------------------------------------------
+
+_TOKEN_ID: Final = _whole(0)
+_JSON_SCHEMA: Final = _about(
+    _any_of(_TEXT, _ANY_OBJECT),
+    f"A JSON schema, as itself or as text; at most {constraints.MAX_SCHEMA_BYTES} bytes",
+)
+
+_COMMON: Final[Schema] = {
+    "model": _about(_TEXT, "The served name; absent: the one there is"),
+    "max_tokens": _about(_whole(1), "Absent: what fits, or the server's own default"),
+    "temperature": _number(0, MAX_TEMPERATURE),
+    "top_p": _above(0, 1),
+    "top_k": _about(_whole(-1), "-1 and 0 are off"),
+    "min_p": _number(0, 1),
+    "seed": _about(_whole(), "Absent: one is drawn"),
+    "min_tokens": _whole(0),
+    "ignore_eos": _FLAG,
+    "n": _whole(1, MAX_CHOICES),
+    "stop": _any_of(_text(1, MAX_STOP_CHARACTERS), _list(_text(1, MAX_STOP_CHARACTERS), at_most=MAX_STOPS)),
+    "include_stop": _FLAG,
+    "stop_token_ids": _list(_TOKEN_ID, at_most=MAX_STOP_TOKEN_IDS),
+    "repetition_penalty": _above(0, MAX_REPETITION_PENALTY),
+    "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
+        "additionalProperties": _or_null(_number(-MAX_BIAS, MAX_BIAS)),
+        "maxProperties": MAX_LISTED_TOKEN_IDS,
+        "description": "Names are token ids",
+    },
+    "allowed_token_ids": _list(_TOKEN_ID, at_most=MAX_LISTED_TOKEN_IDS),
+    "banned_token_ids": _list(_TOKEN_ID, at_most=MAX_LISTED_TOKEN_IDS),
+    "prompt_logprobs": _any_of(_whole(0, MAX_LOGPROBS), {"const": False}),
+    "response_format": reference("ResponseFormat"),
+    "json_schema": _JSON_SCHEMA,
+    "regex": _text(1, constraints.MAX_REGEX_CHARACTERS),
+    "choice": _list(_text(1, constraints.MAX_CHOICE_CHARACTERS), at_least=1, at_most=constraints.MAX_CHOICES),
+    "stream": _FLAG,
+    "stream_options": _about(_body({"include_usage": _FLAG}), "It needs stream to be true"),
+    "return_token_ids": _FLAG,
+    "priority": _about(_whole(-MAX_PRIORITY, MAX_PRIORITY), "Lower is served first"),
+    "cache_salt": _TEXT,
+    "request_id": {
+        "type": "string",
+        "maxLength": asked.MAX_REQUEST_ID_CHARACTERS,
+        "pattern": "^[ -~]*$",
+    },
+    "timeout": _about(_above(0, asked.MAX_TIMEOUT_SECONDS), "Seconds"),
+    "user": _about(_TEXT, "Taken, and used for nothing"),
+}
+
+_CONVERSATION: Final[Schema] = {
+    "messages": _list(reference("Message"), at_least=1, at_most=MAX_CHAT_MESSAGES),
+    "tools": _about(_list(_ANY_OBJECT, at_most=MAX_CHAT_TOOLS), "For the model's chat template"),
+    "tool_choice": _any_of(
+        {"enum": ["auto", "none", "required"]},
+        _object(
+            {"type": {"const": "function"}, "function": _object({"name": _TEXT}, required=["name"])},
+            required=["type", "function"],
+        ),
+    ),
+    "continue_final_message": _FLAG,
+    "add_generation_prompt": _FLAG,
+}
+
+BODIES: Final[dict[str, Schema]] = {
+    "CompletionRequest": _body(
+        {
+            "prompt": _any_of(
+                _NOT_EMPTY,
+                _list(_TOKEN_ID, at_least=1),
+                _list(_NOT_EMPTY, at_least=1, at_most=asked.MAX_CHOICES_IN_ALL),
+                _list(_list(_TOKEN_ID, at_least=1), at_least=1, at_most=asked.MAX_CHOICES_IN_ALL),
+            ),
+            **_COMMON,
+            "logprobs": _whole(0, asked.MAX_COMPLETION_LOGPROBS),
+            "echo": _FLAG,
+            "best_of": _about(_whole(1, MAX_CHOICES), "Must be n"),
+            "suffix": {"const": ""},
+        },
+        required=["prompt"],
+    ),
+    "ChatRequest": _body(
+        {
+            **_CONVERSATION,
+            **_COMMON,
+            "max_completion_tokens": _about(_whole(1), "Not beside max_tokens"),
+            "logprobs": _FLAG,
+            "top_logprobs": _about(_whole(0, MAX_LOGPROBS), "It needs logprobs to be true"),
+        },
+        required=["messages"],
+    ),
+    "TokenizeRequest": _about(
+        _either(
+            _body({"model": _TEXT, "prompt": _NOT_EMPTY, **_CONVERSATION}),
+            {"prompt": _TEXT, **dict.fromkeys(_CONVERSATION, _NULL)},
+            {"prompt": _NULL, "messages": {"type": "array"}},
+        ),
+        "prompt, or messages as in a chat",
+    ),
+    "DetokenizeRequest": _body(
+        {"model": _TEXT, "tokens": _list(_TOKEN_ID), "include_special": _FLAG}, required=["tokens"]
+    ),
+}
+
+PARTS: Final[dict[str, Schema]] = {
+    "Message": _either(
+        _body(
+            {
+                "role": _NOT_EMPTY,
+                "content": _any_of(_TEXT, _list(reference("TextPart"))),
+                "name": _TEXT,
+                "tool_calls": _list(reference("ToolCall"), at_most=MAX_TOOL_CALLS),
+                "tool_call_id": _about(_TEXT, "Of tools"),
+                "refusal": {"const": ""},
+            },
+            required=["role"],
+        ),
+        {"content": {"type": ["string", "array"]}},
+        {"tool_calls": {"type": "array", "minItems": 1}, "role": {"const": "assistant"}},
+    ),
+    "TextPart": _body({"type": {"const": "text"}, "text": _TEXT}, required=["type", "text"]),
+    "ToolCall": _body(
+        {
+            "id": _TEXT,
+            "type": {"const": "function"},
+            "function": _body({"name": _NOT_EMPTY, "arguments": _TEXT}, required=["name"]),
+        },
+        required=["function"],
+    ),
+    "ResponseFormat": _any_of(
+        _body({"type": {"enum": ["text", "json_object"]}}, required=["type"]),
+        _body(
+            {
+                "type": {"const": "json_schema"},
+                "json_schema": _body(
+                    {"name": _TEXT, "description": _TEXT, "strict": _FLAG, "schema": _JSON_SCHEMA}
+                ),
+            },
+            required=["type", "json_schema"],
+        ),
+    ),
+}
+
+# --- what is answered -------------------------------------------------------------------------------
+
+_COUNT: Final = _whole(0)
+_FINISH_REASON: Final[Schema] = {"enum": ["stop", "length", "tool_calls"]}
+_STOP_REASON: Final = _about(
+    _any_of(_TEXT, _TOKEN_ID, _NULL), "The stop string or stop token id of the request that ended it"
+)
+_CLOSED: Final[Schema] = {"finish_reason": _FINISH_REASON, "stop_reason": _STOP_REASON}
+_ASKED_FOR: Final[Schema] = {
+    "token_ids": _list(_TOKEN_ID),
+    "prompt_logprobs": _list(
+        _or_null({"type": "object", "additionalProperties": reference("PromptTokenLogprob")})
+    ),
+}
+_OF_A_CHUNK: Final[Schema] = {"stop_reason": _STOP_REASON, **_ASKED_FOR}
+
+
+def _logprob(**more: Schema) -> Schema:
+    return _answer({"token": _TEXT, "logprob": _NUMBER, "bytes": _list(_whole(0, 255)), **more})
+
+
+def _whole_answer(kind: str, choice: Schema) -> Schema:
+    return _answer(
+        {
+            "id": _TEXT,
+            "object": {"const": kind},
+            "created": _COUNT,
+            "model": _TEXT,
+            "choices": _list(choice, at_least=1),
+            "usage": reference("Usage"),
+        }
+    )
+
+
+def _chunk(kind: str, choice: Schema) -> Schema:
+    return _answer(
+        {
+            "id": _TEXT,
+            "object": {"const": kind},
+            "created": _COUNT,
+            "model": _TEXT,
+            "choices": _about(_list(choice, at_most=1), "Empty in the chunk of usage alone"),
+        },
+        sometimes={"usage": _or_null(reference("Usage"))},
+    )
+
+
+def _called(*, is_chunk: bool) -> Schema:
+    """A call that the answer is; chunks after the first tell arguments alone."""
+    if not is_chunk:
+        function = _answer({"name": _TEXT, "arguments": _TEXT})
+        return _answer({"id": _TEXT, "type": {"const": "function"}, "function": function})
+    return _answer(
+        {"index": _COUNT, "function": _answer({"arguments": _TEXT}, sometimes={"name": _TEXT})},
+        sometimes={"id": _TEXT, "type": {"const": "function"}},
+    )
+
+
+ANSWERS: Final[dict[str, Schema]] = {
+    "Completion": _whole_answer("text_completion", reference("CompletionChoice")),
+    "CompletionChoice": _answer(
+        {"index": _COUNT, "text": _TEXT, "logprobs": _or_null(reference("CompletionLogprobs")), **_CLOSED},
+        sometimes=_ASKED_FOR,
+    ),
+    "CompletionChunk": _chunk("text_completion", reference("CompletionChunkChoice")),
+    "CompletionChunkChoice": _answer(
+        {
+            "index": _COUNT,
+            "text": _TEXT,
+            "logprobs": _or_null(reference("CompletionLogprobs")),
+            "finish_reason": _or_null(_FINISH_REASON),
+        },
+        sometimes=_OF_A_CHUNK,
+    ),
+    "CompletionLogprobs": _answer(
+        {
+            "tokens": _list(_TEXT),
+            "token_logprobs": _list(_or_null(_NUMBER)),
+            "top_logprobs": _list(_or_null({"type": "object", "additionalProperties": _NUMBER})),
+            "text_offset": _list(_COUNT),
+        }
+    ),
+    "Chat": _whole_answer("chat.completion", reference("ChatChoice")),
+    "ChatChoice": _answer(
+        {
+            "index": _COUNT,
+            "message": _answer(
+                {"role": {"const": "assistant"}, "content": _or_null(_TEXT), "refusal": _NULL},
+                sometimes={"tool_calls": _list(_called(is_chunk=False))},
+            ),
+            "logprobs": _or_null(reference("ChatLogprobs")),
+            **_CLOSED,
+        },
+        sometimes=_ASKED_FOR,
+    ),
+    "ChatChunk": _chunk("chat.completion.chunk", reference("ChatChunkChoice")),
+    "ChatChunkChoice": _answer(
+        {
+            "index": _COUNT,
+            "delta": _answer(
+                {},
+                sometimes={
+                    "role": {"const": "assistant"},
+                    "content": _or_null(_TEXT),
+                    "tool_calls": _list(_called(is_chunk=True)),
+                },
+            ),
+            "logprobs": _or_null(reference("ChatLogprobs")),
+            "finish_reason": _or_null(_FINISH_REASON),
+        },
+        sometimes=_OF_A_CHUNK,
+    ),
+    "ChatLogprobs": _answer({"content": _list(_logprob(top_logprobs=_list(_logprob()))), "refusal": _NULL}),
+    "PromptTokenLogprob": _answer({"logprob": _NUMBER, "rank": _whole(1), "decoded_token": _TEXT}),
+    "Usage": _answer(
+        {
+            "prompt_tokens": _COUNT,
+            "completion_tokens": _COUNT,
+            "total_tokens": _COUNT,
+            "prompt_tokens_details": _answer({"cached_tokens": _COUNT}),
+        }
+    ),
+    "Tokens": _answer({"tokens": _list(_TOKEN_ID), "count": _COUNT, "max_model_len": _COUNT}),
+    "Text": _answer({"prompt": _TEXT}),
+    "Model": _answer(
+        {
+            "id": _TEXT,
+            "object": {"const": "model"},
+            "created": _COUNT,
+            "owned_by": _TEXT,
+            "max_model_len": _COUNT,
+        }
+    ),
+    "Models": _answer({"object": {"const": "list"}, "data": _list(reference("Model"))}),
+    "Ready": _answer({"status": {"const": "ok"}}),
+    "Error": _answer(
+        {"error": _answer({"message": _TEXT, "type": _TEXT, "param": _or_null(_TEXT), "code": _TEXT})}
+    ),
+}
+
+SCHEMAS: Final[dict[str, Schema]] = BODIES | PARTS | ANSWERS

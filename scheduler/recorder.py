@@ -1,0 +1,374 @@
+"""`--record FILE`: everything that the core is told, written down, so that it can be told again.
+
+    loop ──► RecordingCore ──► SchedulerCore
+                  │ what was said: a reference or two
+                  ▼
+              Recorder, a thread: hashes ids, makes JSON, compresses, writes
+
+The loop's thread only puts values into a queue. Those are values that nobody changes any more: requests,
+plans, results; of a token log, which grows, a part that is there. When the queue is full (a disk that stands
+still) or writing fails, the recording ends and the server goes on: a record has no gaps.
+"""
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+
+from rpc.version import version
+from scheduler.batching import Batching
+from scheduler.core import SchedulerCore
+from scheduler.counters import Outcome
+from scheduler.door import RefusedError
+from scheduler.plan import BatchPlan, Capacity, StepResult
+from scheduler.policy import Limits
+from scheduler.record_events import (
+    Digester,
+    Event,
+    capacity_event,
+    header,
+    line,
+    plan_digest,
+    request_event,
+    result_event,
+)
+from scheduler.record_file import MAGIC, Sealer
+from scheduler.sequence import FinishReason, Request, Sequence, State
+from scheduler.token_ids import NO_IDS, TokenIds
+
+_log = structlog.get_logger()
+MAX_PENDING = 65_536  # calls that are not written yet
+CHUNK_BYTES = 1 << 18  # of lines
+CHUNK_SECONDS = 1.0  # at most so much is lost when the process is killed
+_LOOK_SECONDS = 0.05
+_STRETCH_UNTOLD = 16
+
+
+class _EndedError(Exception):
+    """The recording cannot go on: a sentence."""
+
+
+class _Filled:
+    """A stretch of a token log that a result has filled."""
+
+    __slots__ = ("ids", "index", "seq", "seq_id")
+
+    def __init__(self, seq: Sequence, seq_id: int, num_ids: int) -> None:
+        self.seq = seq
+        self.seq_id = seq_id
+        self.index = len(seq.token_ids) // num_ids - 1
+        self.ids: TokenIds = seq.token_ids[-num_ids:]
+
+
+class _Encoding:
+    """Events from what was said, in the writer's thread; knows how far each token log is hashed."""
+
+    def __init__(self, digester: Digester) -> None:
+        self.digester = digester
+        self._logs: dict[Sequence, tuple[int, bytes]] = {}  # number of stretches hashed, digest of the last
+
+    def submit(self, request: Request, output_token_ids: TokenIds, seq: Sequence | None) -> Event:
+        """A request that was taken in as `seq`, or was refused."""
+        digests = self.digester.of_log(request.prompt_token_ids + output_token_ids)
+        if seq is not None:
+            self._logs[seq] = len(digests), digests[-1] if digests else b""
+        return request_event(request, len(output_token_ids), self.digester, digests)
+
+    def update(self, result: StepResult, plan: BatchPlan | None, filled: list[_Filled]) -> Event:
+        """A result, and the stretches that it filled."""
+        full = {}
+        for item in filled:
+            count, before = self._logs[item.seq]
+            if count != item.index:
+                raise _EndedError(f"stretch {item.index} of a token log came after {count}: a fault of ours")
+            digest = self.digester.of_stretch(before, item.ids)
+            self._logs[item.seq] = count + 1, digest
+            full[item.seq_id] = digest
+        return result_event(result, plan, full)
+
+    def ended(self) -> list[Sequence]:
+        """Who has ended by now: no more stretches of theirs will be said to be filled."""
+        return [seq for seq in self._logs if seq.state is State.FINISHED]
+
+    def forget(self, ended: list[Sequence]) -> None:
+        """Drops their logs, once all is encoded that was said of them."""
+        for seq in ended:
+            self._logs.pop(seq, None)  # it may have been told twice
+
+
+class Recorder:
+    """Writes one record, in a thread of its own."""
+
+    def __init__(self, path: Path, limits: Limits, batching: Batching, *, scheduler_id: str = "") -> None:
+        """A new file; one that is there is kept, and the new one numbered. Raises OSError."""
+        self._file, self.path = _created(path)
+        self.is_on = True
+        self.num_ids: int | None = None  # of a stretch: a block of the first executor
+        self._settings = limits, batching, scheduler_id
+        self._pending: deque[Callable[[_Encoding], Event | None]] = deque()
+        self._sealer = Sealer()
+        self._lines: list[bytes] = []
+        self._num_bytes = 0
+        self._sealed_at = time.monotonic()
+        self._encoding: _Encoding | None = None
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+
+    def put(self, encode: Callable[[_Encoding], Event]) -> None:
+        """One event more; `encode` is called later, in another thread."""
+        if not self.is_on:
+            return
+        if len(self._pending) >= MAX_PENDING:
+            self.stop(f"{MAX_PENDING} events wait to be written")
+        else:
+            self._pending.append(encode)
+
+    def begin(self, block_size: int) -> None:
+        """An executor was attached: the first one's blocks say how long a stretch is, for all."""
+        if self.num_ids is None:
+            self.num_ids = block_size
+        elif block_size % self.num_ids:
+            self.stop(
+                f"an executor with blocks of {block_size} tokens has come, and ids are recorded "
+                f"by {self.num_ids}: its prefix hits could not be replayed"
+            )
+
+    def stop(self, reason: str) -> None:
+        """The recording ends here; what was said so far is written."""
+        if self.is_on:
+            self.is_on = False
+            _log.error("recording_stopped", file=str(self.path), reason=reason)
+
+    def close(self) -> None:
+        """Writes what is left, and the end of the file."""
+        self._is_closing.set()
+        self._thread.join()
+
+    # --- the thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with self._file as file:
+                file.write(MAGIC)
+                while not self._is_closing.wait(_LOOK_SECONDS):
+                    self._write_pending(file)
+                self.num_ids = self.num_ids or _STRETCH_UNTOLD
+                self._write_pending(file)
+                self._seal(file, is_last=True)
+        except OSError as error:
+            self._give_up(f"it cannot be written: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on without its record
+            self._give_up(f"a fault of ours: {type(error).__name__}")  # its text may tell token ids
+
+    def _write_pending(self, file: BinaryIO) -> None:
+        if self._encoding is None:
+            if self.num_ids is None:
+                return
+            self._encoding = self._begun(self.num_ids)
+        try:
+            while self._pending:
+                event = self._pending.popleft()(self._encoding)
+                if event is not None:
+                    self._write(event)
+                if self._num_bytes >= CHUNK_BYTES:
+                    self._seal(file)
+                time.sleep(0)  # the loop may want to go on
+        except _EndedError as error:
+            self._give_up(str(error))
+        if self._lines and time.monotonic() - self._sealed_at >= CHUNK_SECONDS:
+            self._seal(file)
+
+    def _give_up(self, reason: str) -> None:
+        self.stop(reason)
+        self._pending.clear()
+
+    def _begun(self, num_ids: int) -> _Encoding:
+        limits, batching, scheduler_id = self._settings
+        began = datetime.now(UTC).isoformat(timespec="seconds")
+        told = {"version": version(), "scheduler_id": scheduler_id, "began": began}
+        self._write(header(limits, batching, num_ids, **told))
+        return _Encoding(Digester(num_ids, secrets.token_bytes(32)))
+
+    def _write(self, event: Event) -> None:
+        self._lines.append(line(event))
+        self._num_bytes += len(self._lines[-1])
+
+    def _seal(self, file: BinaryIO, *, is_last: bool = False) -> None:
+        file.write(self._sealer.seal(b"".join(self._lines), is_last=is_last))
+        file.flush()
+        self._lines, self._num_bytes, self._sealed_at = [], 0, time.monotonic()
+        if self._encoding is not None and not is_last:
+            ended = self._encoding.ended()  # all that was said of them is in the queue by now
+            self._pending.append(lambda encoding: encoding.forget(ended))
+
+
+def _created(path: Path) -> tuple[BinaryIO, Path]:
+    """A new file: a record that is there already (of a scheduler that died, say) is somebody's evidence."""
+    number, free = 1, path
+    while True:
+        try:
+            return free.open("xb"), free
+        except FileExistsError:
+            number += 1
+            free = path.with_name(f"{path.name}.{number}")
+
+
+class RecordingCore(SchedulerCore):
+    """The core, and a record of what it is told: every call that changes it, and each plan's digest."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        limits: Limits,
+        batching: Batching = Batching.ITERATION,
+        padding_sampling: bytes = b"",
+        cache_secret: bytes = b"",
+    ) -> None:
+        super().__init__(limits, batching, padding_sampling, cache_secret)
+        self._recorder = recorder
+        self._is_inside = False  # a call of the core's own: it will be made again by itself
+        self._streams: dict[str, tuple[bool, float]] = {}  # is_away and the clock's beginning, as recorded
+
+    # --- from clients ------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, output_token_ids: TokenIds = NO_IDS, *, now: float) -> Sequence:
+        """As the core's."""
+        live = self.sequences.get(request.key)
+        what: Event = {"e": "submit", "t": now}
+        seq: Sequence | None = None
+        self._is_inside = True
+        try:
+            seq = super().submit(request, output_token_ids, now=now)
+        except RefusedError:
+            what["refused"] = True
+            raise
+        finally:
+            self._is_inside = False
+            if seq is not None and seq is live:
+                what["goes_on"] = True
+            elif seq is not None and _is_over(seq):
+                what["is_over"] = True
+            new = None if seq is live else seq
+            self._recorder.put(lambda encoding: what | encoding.submit(request, output_token_ids, new))
+        return seq
+
+    def cancel(self, key: bytes, reason: FinishReason, now: float) -> Sequence | None:
+        """As the core's."""
+        self._is_inside = True
+        try:
+            seq = super().cancel(key, reason, now)
+        finally:
+            self._is_inside = False
+        if seq is not None:
+            self._put("cancel", now, key=key.hex(), reason=reason)
+        return seq
+
+    def orphan(self, seq: Sequence, now: float) -> None:
+        """As the core's."""
+        super().orphan(seq, now)
+        if self.sequences.get(seq.request.key) is seq:
+            self._put("orphan", now, key=seq.request.key.hex())
+
+    def forget(self, seq: Sequence) -> None:
+        """As the core's."""
+        if not self._is_inside and self.sequences.get(seq.request.key) is seq:
+            self._put("forget", self._now, key=seq.request.key.hex())
+        super().forget(seq)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """As the core's."""
+        self._is_inside = True
+        try:
+            ended = super().expire(now)
+        finally:
+            self._is_inside = False
+        self._put("expire", now)
+        return ended
+
+    # --- executors ---------------------------------------------------------------------------------------
+
+    def attach(self, executor_id: str, epoch: int, capacity: Capacity, now: float) -> list[Sequence]:
+        """As the core's."""
+        self._recorder.begin(capacity.block_size)
+        ended = super().attach(executor_id, epoch, capacity, now)
+        told = {"executor": executor_id, "epoch": epoch, "capacity": capacity_event(capacity)}
+        self._put("attach", now, **told, over=_over(ended))
+        self._see(executor_id)
+        return ended
+
+    def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Sequence]:
+        """As the core's."""
+        ended = super().detach(executor_id, now, is_crash=is_crash)
+        self._streams.pop(executor_id, None)
+        self._put("detach", now, executor=executor_id, is_crash=is_crash, over=_over(ended))
+        return ended
+
+    def schedule(self, executor_id: str, now: float) -> BatchPlan | None:
+        """As the core's."""
+        self._look_at_streams()
+        what: Event = {"e": "schedule", "t": now, "executor": executor_id}
+        plan: BatchPlan | None = None
+        try:
+            plan = super().schedule(executor_id, now)
+        except Exception as error:
+            what["broken"] = type(error).__name__
+            raise
+        finally:
+            self._see(executor_id)
+            self._recorder.put(
+                lambda _: what if plan is None else what | {"step": plan.step_id, "plan": plan_digest(plan)}
+            )
+        return plan
+
+    def update(self, executor_id: str, result: StepResult, now: float) -> Outcome:
+        """As the core's."""
+        unanswered = self.executors[executor_id].session.unanswered
+        plan = unanswered[0] if unanswered else None
+        num_ids = self._recorder.num_ids or 1
+        filling = []
+        for seq, seq_id in zip(plan.rows, plan.seq_ids, strict=True) if plan is not None else ():
+            if (len(seq.token_ids) + 1) % num_ids == 0 and seq.seq_id == seq_id and not seq.is_padding:
+                filling.append((seq, seq_id, len(seq.token_ids)))
+        try:
+            return super().update(executor_id, result, now)
+        finally:
+            filled = [  # the last block of one that has ended is never named
+                _Filled(seq, seq_id, num_ids)
+                for seq, seq_id, length in filling
+                if len(seq.token_ids) > length and seq.state is not State.FINISHED
+            ]
+            what = {"e": "update", "t": now, "executor": executor_id}
+            self._recorder.put(lambda encoding: what | encoding.update(result, plan, filled))
+            self._see(executor_id)
+
+    # --- small things ------------------------------------------------------------------------------------
+
+    def _put(self, name: str, now: float, **fields: object) -> None:
+        self._recorder.put(lambda _: {"e": name, "t": now, **fields})
+
+    def _look_at_streams(self) -> None:
+        """The loop says on the state itself that an executor's stream broke, or was opened again."""
+        for executor_id, state in self.executors.items():
+            if (state.is_away, state.clock.began) != self._streams.get(executor_id):
+                self._put("stream", state.clock.began, executor=executor_id, is_away=state.is_away)
+                self._see(executor_id)
+
+    def _see(self, executor_id: str) -> None:
+        state = self.executors[executor_id]
+        self._streams[executor_id] = state.is_away, state.clock.began
+
+
+def _is_over(seq: Sequence) -> bool:
+    """Whether it came with ids that end it: replay has not those ids, and must be told."""
+    return seq.finish is not None and seq.finish.reason is FinishReason.STOP
+
+
+def _over(ended: list[Sequence]) -> list[str]:
+    return [seq.request.key.hex() for seq in ended if _is_over(seq)]

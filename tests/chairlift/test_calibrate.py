@@ -1,0 +1,61 @@
+"""Prices of a scripted executor, whose step times are known; and what cannot be calibrated."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from chairlift import calibrate, simulate
+from chairlift.calibrate import Shape, shapes
+from chairlift.lab.step_times import from_json
+from protos.v1 import executor_pb2
+from tests.rig import scripted_executor
+from tests.rig.scripted_executor import Script
+
+SMALL = Script(num_blocks=64, block_size=16, max_num_seqs=4, max_num_batched_tokens=64, max_seq_len=512)
+
+
+def test_prices_of_a_running_executor_feed_a_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step takes 3 ms and 100 µs a token by its script; the rest is what the machine adds."""
+    script = Script(
+        num_blocks=256, max_num_seqs=16, max_num_batched_tokens=128, step_seconds=0.003, token_seconds=1e-4
+    )
+    out = tmp_path / "prices.json"
+    with scripted_executor.running(script, tmp_path) as executor:
+        assert calibrate.main([executor.address, "--out", str(out)]) == 0
+    told = capsys.readouterr().err
+    assert "% off in the median" in told
+    assert "--num-blocks 256 --block-size 16 --max-num-seqs 16 --max-num-batched-tokens 128" in told
+    prices = from_json(out)
+    assert prices.base_us > 1000
+    assert prices.per_token_us + prices.per_row_us > 10
+    flags = ["--prompt", "20", "--output", "5", "--requests", "3", "--rate", "9", "--num-blocks", "256"]
+    assert simulate.main(["--step-times", str(out), *flags]) == 0
+
+
+def test_one_after_the_other_and_the_executor_is_free_again(tmp_path: Path) -> None:
+    with scripted_executor.running(SMALL, tmp_path) as executor:
+        for name in ("one", "two"):
+            assert calibrate.main([executor.address, "--out", str(tmp_path / name)]) == 0
+            assert set(json.loads((tmp_path / name).read_text())) >= {"base_us", "per_token_us"}
+
+
+def test_where_nobody_answers_or_the_address_is_none_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibrate.main(["unix:/nowhere/at.sock"]) == 2
+    assert "the executor at unix:/nowhere/at.sock cannot be opened" in capsys.readouterr().err
+    assert calibrate.main(["nowhere"]) == 2
+    assert "ADDRESS" in capsys.readouterr().err
+
+
+def test_shapes_are_those_that_the_executor_can_take() -> None:
+    capacity = executor_pb2.OpenResponse(
+        num_blocks=64, block_size=16, max_num_seqs=4, max_num_batched_tokens=20, max_seq_len=300
+    )
+    wanted = shapes(capacity)
+    assert Shape(4, 128) in wanted
+    assert Shape(1, 128, 16) in wanted
+    assert not any(shape.num_seqs > 4 or shape.context > 300 or shape.chunk > 16 for shape in wanted)
+    capacity.num_blocks = 1
+    assert shapes(capacity) == []

@@ -1,0 +1,143 @@
+"""The door's description: served, complete, and true of whatever a tool that reads it sends and gets back."""
+
+import asyncio
+import contextlib
+import itertools
+import resource
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+from starlette.applications import Starlette
+
+from router.http import description
+from router.http.server import HttpDoor
+from tests.rig.scripted_scheduler import ScriptedScheduler
+from tests.router.http.test_app import HttpRig, Serve, serve
+from tests.router.stack import letters
+
+__all__ = ["serve"]  # the fixture
+MAX_GROWTH_BYTES = 64 * 1024 * 1024
+CHECKS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.response_headers_conformance,
+    checks.negative_data_rejection,
+]
+
+
+async def test_it_is_served_to_everybody_and_names_every_path(serve: Serve) -> None:
+    async with serve() as running:
+        response = await running.client.get("/openapi.json")
+        assert response.json() == description.described()
+        app = running.door._app.asgi
+        assert isinstance(app, Starlette)
+        served = {
+            (route.path.replace(":path", ""), method) for route in app.routes for method in route.methods
+        }
+        described = {
+            (path, method.upper())
+            for path, operations in description.described()["paths"].items()
+            for method in operations
+        }
+        assert {(path, method) for path, method in served if method != "HEAD"} == {
+            *described,
+            ("/openapi.json", "GET"),
+        }
+
+
+async def test_it_is_served_without_a_key_where_keys_are_needed(serve: Serve, tmp_path: Any) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(f'[acme]\nkeys = ["sha256:{"0" * 64}"]\n')
+    async with serve(tenants=str(tenants)) as running:
+        assert (await running.client.get("/openapi.json")).status_code == 200
+        assert (await running.client.get("/v1/models")).status_code == 401
+
+
+# --- whatever a tool makes of it --------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def at_a_port(serve: Serve) -> AsyncIterator[str]:
+    """The door's address, for a client that asks from a thread of its own."""
+    scheduler = ScriptedScheduler(script=letters("ok"))
+    assert scheduler.welcome is not None
+    scheduler.welcome.features.extend(["constraints", "penalties", "logit_bias", "token_lists"])
+    async with serve(scheduler) as running:
+        await eventually_answered(running, prompt="Hi", choice=["x"])  # what tries constraints has started
+        door = HttpDoor(running.door._app, "127.0.0.1:0")
+        yield f"http://{await door.open()}"
+        async with asyncio.timeout(60):
+            await running.router.quiet()
+        await door.stop()
+
+
+async def eventually_answered(running: HttpRig, **body: Any) -> None:
+    """However long a busy machine takes to start a process."""
+    async with asyncio.timeout(100):
+        while (await running.post("/v1/completions", **body)).status_code != 200:
+            pass
+
+
+def ask(url: str, num_inputs: int, mode: GenerationMode, start: int) -> int:
+    """So many inputs to each call, right or wrong by the description; what comes back is as described.
+
+    Returns how many were sent: there are few different ones to some of the calls.
+    """
+    num_sent = itertools.count()
+    schema = schemathesis.openapi.from_dict(description.described())
+    with httpx2.Client(base_url=url, timeout=60) as client:
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            if mode is GenerationMode.NEGATIVE and operation.method == "get":
+                continue  # nothing can be wrong about them
+
+            @seed(start)
+            @settings(
+                max_examples=num_inputs,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate],
+            )
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def once(case: schemathesis.Case) -> None:
+                next(num_sent)
+                response = case.call(base_url=url)
+                case.validate_response(response, checks=CHECKS)
+
+            once()
+        probe = client.post("/v1/completions", json={"prompt": "Hi"})
+        assert probe.json()["choices"][0]["text"] == "ok"
+    return next(num_sent)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+async def test_whatever_a_tool_makes_of_it_is_answered_as_it_says(serve: Serve, mode: GenerationMode) -> None:
+    async with at_a_port(serve) as url:
+        await asyncio.to_thread(ask, url, 30, mode, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3 * 3600)
+async def test_20_000_inputs_by_the_description_leave_nothing_behind(serve: Serve) -> None:
+    num_asked, before = 0, 0
+    _, hardest = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, hardest))  # what runs away ends itself, not the machine
+    async with at_a_port(serve) as url:
+        for start, mode in itertools.product(itertools.count(), GenerationMode):
+            num_asked += await asyncio.to_thread(ask, url, 100, mode, start)
+            if num_asked >= 20_000:
+                break
+            if num_asked <= 4_000:  # until then everything has been met that is kept
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        assert grown < MAX_GROWTH_BYTES
