@@ -26,7 +26,7 @@ def resolved(*flags: str) -> dict[str, Any]:
 
 def test_the_gpu_profile_resolves_to_one_more_executor_with_a_gpu() -> None:
     services = resolved("--profile", "gpu")["services"]
-    assert set(services) == {"router", "scheduler", "standby", "executor", "executor-gpu"}
+    assert {"router", "scheduler", "standby", "executor", "executor-gpu"} <= set(services)
     gpu = services["executor-gpu"]
     assert gpu["build"]["target"] == "executor-gpu"
     assert gpu["build"]["args"]["SERVICE"] == "executor"
