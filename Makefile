@@ -13,12 +13,13 @@ DEV_STAMP := $(VENV)/.installed-dev
 MODEL_STAMP := models/smollm2/SHA256SUMS
 
 .NOTPARALLEL:
-.PHONY: help demo test check soak bench audit protos clean
+.PHONY: help demo test check soak bench rolling-restart audit protos clean
 
 help:
 	@echo "make demo    install, fetch the model, ask it twelve questions at once"
 	@echo "make test    stubs, lint, types, import rules, tests"
 	@echo "make soak    the long forms of the tests"
+	@echo "make rolling-restart   each container of a running compose stack, one by one, under load"
 	@echo "make bench   the figures of docs/results.md"
 	@echo "make audit   what the public advisories say of the dependencies"
 	@echo "make protos  stubs and docs/api.md from protos/v1"
@@ -43,6 +44,9 @@ soak: $(DEV_STAMP) $(MODEL_STAMP)
 
 bench: $(DEV_STAMP) $(MODEL_STAMP)
 	$(BIN)/python -m bench
+
+rolling-restart: $(RUN_STAMP)
+	PYTHON=$(BIN)/python scripts/rolling_restart.sh
 
 # 0: nothing known; 1: something is; 2: they could not be asked.
 audit: $(DEV_STAMP)

@@ -26,13 +26,16 @@ _RETRY_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What to run: a module of that name, with these flags, the first of which is `--listen`.
+    """What to run: a module, with these flags, the first of which is `--listen`.
 
     It may listen at several addresses, separated by commas: at the first for others, at the last for us.
+    `ready_when` is what its health is asked for: empty, whether it serves.
     """
 
     name: str
     argv: tuple[str, ...]
+    module: str
+    ready_when: str = ""
 
     @property
     def listens_at(self) -> list[str]:
@@ -63,7 +66,7 @@ class ChildProcess:
         self._said = ""
         self._announced = asyncio.get_running_loop().create_future()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "chairlift.child", str(os.getpid()), self.name, *argv),
+            *(sys.executable, "-m", "chairlift.child", str(os.getpid()), self._service.module, *argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -81,15 +84,16 @@ class ChildProcess:
         ]
 
     async def serving(self) -> None:
-        """Returns once the process has announced its address and its health is SERVING."""
+        """Returns once the process has announced its address and its health is what it is asked for."""
         address = await asyncio.shield(self._announced)
         if self._service.listens_at[1:]:
             address = Address.parse(self._service.listens_at[-1], field="--listen")
         async with connect(address, max_message_bytes=1024 * 1024) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
+            asked = health_pb2.HealthCheckRequest(service=self._service.ready_when)
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    async for answer in stub.Watch(health_pb2.HealthCheckRequest()):
+                    async for answer in stub.Watch(asked):
                         if answer.status == health_pb2.HealthCheckResponse.SERVING:
                             return
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -135,7 +139,7 @@ class ChildProcess:
     async def _read_stderr(self, stream: asyncio.StreamReader) -> None:
         """Hands lines on, but for `NAME: why it cannot start`, which its starter tells."""
         async for line in stream:
-            if line.removeprefix(b"chairlift ").startswith(f"{self.name}: ".encode()):
+            if line.removeprefix(b"chairlift ").startswith(f"{self._service.module}: ".encode()):
                 self._said = line.decode(errors="replace").strip()
                 continue
             sys.stderr.buffer.write(line)

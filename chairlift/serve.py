@@ -111,7 +111,11 @@ class ServeSettings(Settings):
     metrics_listen: str | None = Field(
         default=None,
         description="Where to serve Prometheus metrics, HOST:PORT: the router's there, the scheduler's and "
-        "the executor's at the next two ports.",
+        "the executor's at the next two ports (a standby's between those).",
+    )
+    standby: bool = Field(
+        default=False,
+        description="Whether a second scheduler stands by, and goes on at once when the first one dies.",
     )
     traces: str | None = Field(
         default=None,
@@ -131,6 +135,7 @@ class ServeSettings(Settings):
 
 
 ALL = ("executor", "scheduler", "router")
+STANDBY = "standby"
 # Which services take which flag.
 TAKEN_BY: dict[str, tuple[str, ...]] = {
     "model": ("executor", "router"),
@@ -176,25 +181,41 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
 
 
 def services(settings: ServeSettings, model: Path, folder: Path) -> list[Service]:
-    """The three processes, in the order in which they become ready. `folder` has their sockets and secret."""
-    sockets = {name: f"unix:{folder}/{name}.sock" for name in ALL}
+    """The processes, in the order in which they become ready. `folder` has sockets, lease and secret."""
+    schedulers = ("scheduler", STANDBY) if settings.standby else ("scheduler",)
+    modules = {"executor": "executor"} | dict.fromkeys(schedulers, "scheduler") | {"router": "router"}
+    sockets = {name: f"unix:{folder}/{name}.sock" for name in modules}
     own = {
         "executor": ["--listen", sockets["executor"]],
-        "scheduler": ["--listen", sockets["scheduler"], "--executor", sockets["executor"]],
+        **{name: ["--listen", sockets[name], "--executor", sockets["executor"]] for name in schedulers},
         # Its own socket too: by it we see how it is, whatever certificates clients must show.
         "router": [
-            *("--listen", f"{settings.listen},{sockets['router']}", "--scheduler", sockets["scheduler"]),
+            *("--listen", f"{settings.listen},{sockets['router']}"),
+            *("--scheduler", "|".join(sockets[name] for name in schedulers)),
             *("--cluster-secret-file", str(folder / SECRET)),
         ],
     }
-    for name, listen in zip(reversed(ALL), _metrics_ports(settings.metrics_listen), strict=False):
+    if settings.standby:
+        for name in schedulers:
+            own[name] += ["--lease", str(folder / "lease"), "--scheduler-id", name]
+    for name, listen in zip(
+        ("router", *schedulers, "executor"),
+        _metrics_ports(settings.metrics_listen, len(modules)),
+        strict=False,
+    ):
         own[name] += ["--metrics-listen", listen]
     given = settings.model_dump(exclude_none=True) | {"model": str(model)}
     for field, names in TAKEN_BY.items():
         if field in given:
-            for name in names:
-                own[name] += _flag(field.replace("_", "-"), given[field])
-    return [Service(name, tuple(own[name])) for name in ALL]
+            for name, module in modules.items():
+                if module in names:
+                    own[name] += _flag(field.replace("_", "-"), given[field])
+    # Of two schedulers one stands by, and does not serve: they are ready when they answer.
+    ready_when = {"scheduler": "liveness"} if settings.standby else {}
+    return [
+        Service(name, tuple(own[name]), module, ready_when.get(module, ""))
+        for name, module in modules.items()
+    ]
 
 
 def _flag(name: str, value: object) -> list[str]:
@@ -204,17 +225,18 @@ def _flag(name: str, value: object) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def _metrics_ports(listen: str | None) -> list[str]:
-    """Three ports in a row from that of `listen` on. Raises AddressError."""
+def _metrics_ports(listen: str | None, count: int) -> list[str]:
+    """So many ports in a row from that of `listen` on. Raises AddressError."""
     if listen is None:
         return []
     host, _, port = str(Address.parse(listen, field="--metrics-listen")).rpartition(":")
-    if not port.isdecimal() or not 0 < int(port) <= _LAST_PORT - 2:
+    last = _LAST_PORT - count + 1
+    if not port.isdecimal() or not 0 < int(port) <= last:
         raise AddressError(
-            f"--metrics-listen is {listen!r}: it must be HOST:PORT with a port from 1 to {_LAST_PORT - 2}, "
-            "since three in a row are taken"
+            f"--metrics-listen is {listen!r}: it must be HOST:PORT with a port from 1 to {last}, "
+            f"since {count} in a row are taken"
         )
-    return [f"{host}:{int(port) + i}" for i in range(len(ALL))]
+    return [f"{host}:{int(port) + i}" for i in range(count)]
 
 
 def main(argv: list[str]) -> int:

@@ -44,6 +44,7 @@ class Hello:
 
     router_id: str
     protocol_revision: int
+    stream: int  # counts those of this router: the scheduler looks at nothing of an older one
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +342,7 @@ class SchedulerSession:
         """What to write next, or None when there is nothing. Cancels go before requests."""
         if self._hello_due:
             self._hello_due = False
-            return Hello(self._router_id, PROTOCOL_REVISION)
+            return Hello(self._router_id, PROTOCOL_REVISION, self._connection)
         if self._state is not _State.OPEN:
             return None
         if self._ack_due:

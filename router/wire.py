@@ -301,7 +301,9 @@ def router_message(message: session.RouterMessage) -> scheduler_pb2.RouterMessag
     match message:
         case session.Hello():
             hello = scheduler_pb2.Hello(
-                router_id=message.router_id, protocol_revision=message.protocol_revision
+                router_id=message.router_id,
+                protocol_revision=message.protocol_revision,
+                stream=message.stream,
             )
             return scheduler_pb2.RouterMessage(hello=hello)
         case session.Ack():

@@ -18,10 +18,12 @@ from rpc.tracing import Tracer
 from scheduler import wire
 from scheduler.config import SchedulerSettings
 from scheduler.core import SchedulerCore
+from scheduler.executor_directory import ExecutorDirectory
+from scheduler.executor_loop import ExecutorLoop
 from scheduler.leadership import Leadership
 from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
-from scheduler.loop import ExecutorDirectory, ExecutorLoop, SchedulerLoop
+from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
 from scheduler.recorder import Recorder, RecordingCore
 from scheduler.servicer import SchedulerServicer

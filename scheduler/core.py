@@ -270,8 +270,8 @@ class SchedulerCore:
         ended = [
             seq for seq in self.sequences.values() if name_of(seq) == name and seq.state is not State.FINISHED
         ]
-        for seq in ended:
-            self._end(seq, _error(StatusCode.INTERNAL, message), Event.FAIL)
+        for seq in ended:  # ABORT: another executor may be computing one, and must be told
+            self._end(seq, _error(StatusCode.INTERNAL, message), Event.ABORT)
         return ended
 
     def _end_misfits(self) -> list[Sequence]:
@@ -341,6 +341,8 @@ class SchedulerCore:
         """Whether a plan may leave: the window has room, and it is late enough (rule 7)."""
         state.held_until = None
         if not state.session.can_send:
+            return False
+        if state.session.num_unanswered and self.inquiry and self.inquiry.is_watching(state):
             return False
         if self.limits.late_plans and state.session.num_unanswered:
             state.held_until = state.pace.held_until(now)
@@ -481,6 +483,8 @@ class SchedulerCore:
             rows.chunk(seq, rows.budget)
             return
         limit = min(rows.budget, rows.recompute_budget) if rows.others_wait else rows.budget
+        if self.inquiry:
+            limit = min(limit, self.inquiry.num_harmless(seq) or limit)
         if limit > 0:
             before = rows.budget
             rows.chunk(seq, limit)
@@ -648,8 +652,7 @@ class SchedulerCore:
         session.sent(plan)
         num_tokens = sum(rows.num_tokens)
         predicted_us = state.step_time.predict_us(num_tokens) if num_tokens else 0.0
-        state.clock.sent(predicted_us, self._now)
-        state.pace.sent(self._now, None if predicted_us is None else predicted_us / 1e6)
+        state.clock.sent(None if predicted_us is None else predicted_us / 1e6, self._now)
         self.counters.scheduled_tokens += num_tokens
         return plan
 
@@ -668,12 +671,11 @@ class SchedulerCore:
         if plan is None:
             return outcome
         self.counters.steps += 1
-        wall_seconds = state.clock.answered(now)
+        wall_seconds = state.pace.answered(now, result.total_us / 1e6, result.idle_us / 1e6)
         if plan.rows:
             self.meters.step(len(plan.rows), result.total_us, result.idle_us, wall_seconds)
         if result.total_us and plan.rows:
             state.step_time.observe(sum(plan.num_tokens), result.total_us)
-        state.pace.answered(now, result.total_us / 1e6, result.idle_us / 1e6)
         state.is_draining = result.draining
         state.leaves_at = now + result.seconds_to_leave
         state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us

@@ -85,7 +85,7 @@ class ExecutorState:
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()
         self.clock = StepClock()
-        self.pace = Pace()
+        self.pace = Pace(self.clock)
         self.held_until: float | None = None  # the next plan is not to leave before this time
         self.running: dict[int, Sequence] = {}  # by seq_id, in order of admission
         self.num_running_of: dict[int, int] = {}  # by importance class

@@ -5,7 +5,12 @@ over in the queue; those on trial enter one executor, the host, which lets nobod
 over. An empty executor is the best host, and the one that has just died is empty when it comes back; where
 none is, the one with the fewest takes the part after a while. All others serve on as ever.
 
-Pure: reads the core, and changes nothing of it but the queue's marks for those who are passed over.
+What a sequence had computed, and the executor lived, is known to be harmless (`num_proven_tokens`). A suspect
+computes that again in steps of its own, and has one plan on its way at a time: so it can be told whether the
+executor died in the step that was fatal before, or by chance on the way there.
+
+Pure: reads the core, and changes nothing of it but the queue's marks for those who are passed over, and what
+its sequences have proven.
 """
 
 from collections.abc import Iterable
@@ -50,17 +55,19 @@ class Inquiry:
 
         To be called while its sequences still have their seats.
         """
-        rows = [
-            seq
-            for plan in state.session.unanswered
-            for seq, seq_id in zip(plan.rows, plan.seq_ids, strict=True)
-            if seq.seq_id == seq_id and not seq.is_padding
-        ]
+        num_planned = _num_unanswered_tokens(state)
+        rows = list(num_planned)
+        is_elsewhere = True
+        for seq in rows:
+            begin, end = seq.num_computed_tokens - num_planned[seq], seq.num_computed_tokens
+            is_elsewhere &= end <= seq.num_proven_tokens or begin >= seq.num_tokens_at_crash
+            if end > seq.num_proven_tokens:
+                seq.num_proven_tokens, seq.num_tokens_at_crash = begin, end
         if any(name_of(seq) in self.suspects.trial for seq in rows):
             # Those beside it were cleared, or have got far enough to be: see `Suspects`.
             rows = [seq for seq in rows if self.suspects.num_crashes(name_of(seq)) or not seq.has_progressed]
         rows.sort(key=lambda seq: (len(seq.token_ids) - seq.num_tokens_at_admission, -seq.order))
-        guilty = self.suspects.crashed(map(name_of, rows))
+        guilty = self.suspects.crashed(map(name_of, rows), is_elsewhere=is_elsewhere)
         self._host = None
         self._since = now
         for seq in list(core.waiting) if self.suspects.group else ():
@@ -96,6 +103,15 @@ class Inquiry:
 
     # --- what follows --------------------------------------------------------------------------------------
 
+    def is_watching(self, state: ExecutorState) -> bool:
+        """Whether a suspect runs here: then it matters which step is the last one."""
+        return any(self.suspects.num_crashes(name_of(seq)) for seq in state.running.values())
+
+    def num_harmless(self, seq: Sequence) -> int | None:
+        """How many tokens a suspect is to compute again before those it may have been fatal with; or None."""
+        count = seq.num_proven_tokens - seq.num_computed_tokens
+        return count if count > 0 and self.suspects.num_crashes(name_of(seq)) else None
+
     def holds(self, seq: Sequence) -> bool:
         """Whether `seq` does not enter in its turn."""
         return name_of(seq) in self.suspects.group
@@ -127,3 +143,13 @@ class Inquiry:
             core.waiting.unpark(seq)
         if not self.suspects.group:
             self._host = None
+
+
+def _num_unanswered_tokens(state: ExecutorState) -> dict[Sequence, int]:
+    """The sequences with a row in a plan that has not answered, and how many tokens they have there."""
+    count: dict[Sequence, int] = {}
+    for plan in state.session.unanswered:
+        for seq, seq_id, num_tokens in zip(plan.rows, plan.seq_ids, plan.num_tokens, strict=True):
+            if seq.seq_id == seq_id and not seq.is_padding:
+                count[seq] = count.get(seq, 0) + num_tokens
+    return count

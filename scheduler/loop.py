@@ -1,71 +1,27 @@
-"""The iteration loops: one short coroutine for each executor, the only callers of `schedule` and `update`.
+"""The running scheduler: the core, its clock, and who must be woken by what.
 
-Everything here waits for an event and none of it polls: whatever may give an executor work (a request, a
-cancel, a deadline, a result, an executor come back) wakes its loop, so no request ever sleeps until another
-one arrives. The clock is read here and nowhere below.
+Whatever may give an executor work (a request, a cancel, a deadline, a result, an executor come back) wakes
+its epoch (`epoch`), so no request ever sleeps until another one arrives. The clock is read here and by those
+who drive the executors, and nowhere below.
 """
 
 import asyncio
-import contextlib
-import random
-import socket
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import structlog
 
 from protos.v1 import router_pb2
-from rpc.address import Address
-from rpc.channel import MAX_RECONNECT_SECONDS
-from rpc.tls import Tls
-from scheduler import audit, identity, wire
-from scheduler.blocks import BlockError
+from scheduler import identity, wire
 from scheduler.core import SchedulerCore
-from scheduler.executor_client import (
-    EpochLostError,
-    ExecuteStream,
-    ExecutorClient,
-    ExecutorUnreachableError,
-    HeldError,
-    LeftError,
-    Opened,
-)
-from scheduler.executor_session import SessionBrokenError
+from scheduler.counters import Outcome
+from scheduler.executor_client import Opened
 from scheduler.plan import BatchPlan, Capacity
-from scheduler.router_session import RouterSession, touch
+from scheduler.router_session import RouterSession, superseded, touch
 from scheduler.sequence import FinishReason, Sequence, State
 
 _log = structlog.get_logger()
-RETRY_SECONDS = 0.2
-MAX_RETRY_SECONDS = 1.0
-STEP_TIMEOUT_SECONDS = 10.0
-# A result may be here and not be read yet, when it was this process that stood still.
-_READING_SECONDS = 0.25
-_MIN_LOOK_SECONDS = 0.005
-_TWIN_GONE_LOOKS = 5
-AUDIT_STEPS = 1024
-RESOLVE_SECONDS = 1.0
-# A stream that lived longer than any attempt to connect was a connection, even if it brought nothing.
-HELD_SECONDS = 2.0 * MAX_RECONNECT_SECONDS
 MAX_SUMMARIES_PENDING = 256
 NO_EXECUTOR_YET = "no executor is attached yet"
-
-
-class StepLateError(Exception):
-    """A step takes far longer than it should: the executor hangs, or stands still."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Why an epoch is over; `is_crash`: the executor may have died of what it computed."""
-
-    reason: str
-    is_crash: bool = False
-
-
-def _backoff(attempt: int) -> float:
-    """Seconds until the next attempt; with jitter, so that many do not ask at once."""
-    return min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2.0 ** min(attempt, 8)) * random.uniform(0.5, 1.0)  # noqa: S311
 
 
 class Watcher:
@@ -92,7 +48,7 @@ class Watcher:
 
 
 class SchedulerLoop:
-    """The running scheduler: the core, its clock, and who must be woken by what."""
+    """What the executors' loops, the routers' streams, the timers and the lease have in common."""
 
     def __init__(self, core: SchedulerCore, *, on_serving: Callable[[bool, str], None]) -> None:
         """`on_serving(serving, reason)` is called at every change."""
@@ -130,7 +86,10 @@ class SchedulerLoop:
     # --- who is woken by what ------------------------------------------------------------------------------
 
     def join(self, session: RouterSession, wake: asyncio.Event) -> None:
-        """From now on news for `session` set `wake`."""
+        """From now on news for `session` set `wake`; older streams of its router are over."""
+        for over in superseded(session, self._router_wakes):
+            over.is_superseded = True
+            self.wake_router(over)
         self._router_wakes[session] = wake
 
     def leave(self, session: RouterSession) -> None:
@@ -226,11 +185,11 @@ class SchedulerLoop:
                 return other_id
         return None
 
-    def executor_lost(self, executor_id: str, loss: Loss) -> None:
-        """Its epoch is over: what ran there waits again."""
+    def executor_lost(self, executor_id: str, reason: str, *, is_crash: bool) -> None:
+        """Its epoch is over: what ran there waits again. `is_crash`: it may have died of what it computed."""
         del self._executor_wakes[executor_id]
-        self._deliver_ended(self.core.detach(executor_id, self.now(), is_crash=loss.is_crash))
-        self.executor_missing(executor_id, loss.reason)
+        self._deliver_ended(self.core.detach(executor_id, self.now(), is_crash=is_crash))
+        self.executor_missing(executor_id, reason)
         self.queue_changed()
 
     def executor_missing(self, executor_id: str, reason: str) -> None:
@@ -264,99 +223,26 @@ class SchedulerLoop:
         draining = [f"the executor at {executor_id} is draining" for executor_id in self.core.executors]
         return "; ".join([*draining, *self.missing.values()]) or NO_EXECUTOR_YET
 
-    async def drive(
-        self, executor_id: str, stream: ExecuteStream, wake: asyncio.Event, *, step_timeout_seconds: float
-    ) -> None:
-        """Sends plans and applies results until the stream ends; raises why it ended.
+    # --- steps ---------------------------------------------------------------------------------------------
 
-        A step that takes longer than `step_timeout_seconds`, and than 20 times what was predicted for it,
-        ends the stream with StepLateError.
-        """
-        state = self.core.executors[executor_id]
-        state.is_away = False
-        state.clock.resumed(self.now())
-        results = asyncio.ensure_future(self._apply_results(executor_id, stream, wake))
-        results.add_done_callback(lambda _: wake.set())
-        watch = asyncio.ensure_future(self._watch_steps(executor_id, step_timeout_seconds))
-        # A writer that is held up by an executor that takes nothing must be freed as well.
-        watch.add_done_callback(lambda _: stream.cancel())
-        try:
-            for unanswered in state.session.resend():
-                await stream.send(wire.plan_message(unanswered).SerializeToString())
-            while not results.done():
-                wake.clear()
-                await self._send_plans(executor_id, stream)
-                look_at = state.look_again_at
-                if look_at is not None:
-                    look_at = max(look_at, self.now() + _MIN_LOOK_SECONDS)
-                with self._waking_at(look_at, wake), self._waking_at(state.held_until, wake):
-                    await wake.wait()
-            if not watch.done():
-                results.result()
-            watch.result()
-        except ExecutorUnreachableError:
-            if watch.done():
-                watch.result()
-            # The writer only sees that the call is over; the reader knows its status.
-            await asyncio.wait([results], timeout=1)
-            if results.done():
-                results.result()
-            raise
-        finally:
-            state.is_away = True
-            stream.cancel()
-            for task in (results, watch):
-                task.cancel()
-            await asyncio.gather(results, watch, return_exceptions=True)
+    def plan_leaves(self, executor_id: str, plan: BatchPlan, num_bytes: int) -> None:
+        """A plan is about to be sent."""
+        self.num_plans += 1
+        self.num_plan_bytes += num_bytes
+        if self.watchers:
+            self._tell_watchers(executor_id, plan, num_bytes)
 
-    @contextlib.contextmanager
-    def _waking_at(self, when: float | None, wake: asyncio.Event) -> Iterator[None]:
-        """Sets `wake` at that time, unless the block has been left."""
-        if when is None:
-            yield
-            return
-        timer = asyncio.get_running_loop().call_at(when, wake.set)
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    async def _watch_steps(self, executor_id: str, least_seconds: float) -> None:
-        """Raises StepLateError when a step is late."""
-        state = self.core.executors[executor_id]
-        while True:
-            late_at = state.clock.late_at(least_seconds)
-            if late_at is None:  # what is sent from now on cannot be late before that
-                await asyncio.sleep(least_seconds)
-            elif self.now() < late_at:
-                await asyncio.sleep(late_at - self.now())
-            else:
-                step_id = state.session.unanswered[0].step_id
-                await asyncio.sleep(_READING_SECONDS)
-                if state.session.unanswered and state.session.unanswered[0].step_id == step_id:
-                    raise StepLateError(
-                        f"step {step_id} has not answered within "
-                        f"{late_at - state.clock.began:.1f} seconds: the executor hangs"
-                    )
-
-    async def _send_plans(self, executor_id: str, stream: ExecuteStream) -> None:
-        state = self.core.executors[executor_id]
-        while True:
-            plan = self.core.schedule(executor_id, self.now())
-            if plan is not None:
-                message = wire.plan_message(plan).SerializeToString()
-                self.num_plans += 1
-                self.num_plan_bytes += len(message)
-                if self.watchers:
-                    self._tell_watchers(executor_id, plan, len(message))
-                await stream.send(message)
-                if plan.step_id % AUDIT_STEPS == 0:
-                    audit.check_counts(state)
-            elif state.is_hashing and not state.session.num_unanswered:
-                await asyncio.sleep(0)  # a long prompt is hashed in slices: let others in between
-            else:
-                break
-        audit.check_idle(state)
+    def result_applied(self, step_id: int, outcome: Outcome, *, has_turned: bool) -> None:
+        """A result has been; `has_turned`: its executor has begun to drain, or does so no more."""
+        self.last_step_id = step_id
+        self.deliver(outcome.progressed)
+        self._deliver_ended(outcome.ended)
+        if has_turned:
+            self._update_serving()
+        if self.core.waiting:
+            self._wake_idle()
+        if outcome.ended:
+            self._timer_wake.set()  # their results are kept for a while only
 
     def _wake_idle(self) -> None:
         """Somebody waits, and something has just come free: an executor with nothing to do may take it."""
@@ -371,21 +257,6 @@ class SchedulerLoop:
         summary.num_plan_bytes = num_plan_bytes
         for watcher in self.watchers:
             watcher.offer(summary)
-
-    async def _apply_results(self, executor_id: str, stream: ExecuteStream, wake: asyncio.Event) -> None:
-        async for result in stream.results():
-            was_draining = self.core.executors[executor_id].is_draining
-            outcome = self.core.update(executor_id, result, self.now())
-            self.last_step_id = result.step_id
-            self.deliver(outcome.progressed)
-            self._deliver_ended(outcome.ended)
-            wake.set()
-            if result.draining != was_draining:
-                self._update_serving()
-            if self.core.waiting:
-                self._wake_idle()
-            if outcome.ended:
-                self._timer_wake.set()  # their results are kept for a while only
 
     # --- leading and standing by ---------------------------------------------------------------------------
 
@@ -430,209 +301,3 @@ def _log_end(seq: Sequence, step_id: int) -> None:
         num_preemptions=seq.num_preemptions,
         error=seq.finish.message or None,
     )
-
-
-class ExecutorLoop:
-    """One executor's life from this side: open, drive, lose, open again."""
-
-    def __init__(
-        self,
-        loop: SchedulerLoop,
-        address: Address,
-        *,
-        scheduler_id: str,
-        reattach_seconds: float,
-        max_message_bytes: int,
-        step_timeout_seconds: float = STEP_TIMEOUT_SECONDS,
-        tls: Tls | None = None,
-        term: int = 0,
-        on_held: Callable[[str, int], None] | None = None,
-    ) -> None:
-        """`term`: of the lease, 0 without one. `on_held(holder, term)` tells who has the executor instead."""
-        self._loop = loop
-        self._term = term
-        self._on_held = on_held
-        self._step_timeout_seconds = step_timeout_seconds
-        self._num_late = 0  # epochs in a row that ended with their first step late
-        self._address = address
-        self._scheduler_id = scheduler_id
-        self._reattach_seconds = reattach_seconds
-        self._client = ExecutorClient(address, max_message_bytes=max_message_bytes, tls=tls)
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether an epoch of this executor is being driven."""
-        return str(self._address) in self._loop.core.executors
-
-    async def run(self) -> None:
-        """Runs until cancelled."""
-        executor_id = str(self._address)
-        log = _log.bind(executor=executor_id)
-        try:
-            while True:
-                opened = await self._open_fitting(executor_id)
-                wake = asyncio.Event()
-                self._loop.executor_attached(executor_id, opened, wake)
-                capacity = opened.capacity
-                log.info(
-                    "executor_attached",
-                    instance_id=capacity.instance_id,
-                    num_blocks=capacity.num_blocks,
-                    block_size=capacity.block_size,
-                    max_num_seqs=capacity.max_num_seqs,
-                    max_num_batched_tokens=capacity.max_num_batched_tokens,
-                    row_invariant=capacity.row_invariant,
-                )
-                loss = Loss("the scheduler is shutting down")
-                try:
-                    loss = await self._drive_epoch(executor_id, wake)
-                finally:
-                    self._loop.executor_lost(executor_id, loss)
-                log.warning("executor_lost", reason=loss.reason, is_crash=loss.is_crash)
-                # Not at once: an executor that breaks every epoch must not spin, and a scheduler that has
-                # just taken it over needs a moment to open its stream, by which it holds the executor.
-                await asyncio.sleep(RETRY_SECONDS)
-        finally:
-            self._loop.executor_given_up(executor_id)
-            await self._client.close()
-
-    async def _open_fitting(self, executor_id: str) -> Opened:
-        """Opens the executor until it is one that may be attached."""
-        attempt = 0
-        while True:
-            opened = await self._open(executor_id)
-            twin = self._loop.twin_of(executor_id, opened.capacity.instance_id)
-            if twin is not None:
-                self._loop.executor_missing(executor_id, f"{executor_id} is the same executor as {twin}")
-                await self._until_gone(twin)
-                continue
-            refusal = self._loop.refusal_of(executor_id, opened.capacity)
-            if refusal is None:
-                return opened
-            self._loop.executor_missing(executor_id, refusal)
-            await asyncio.sleep(_backoff(attempt))
-            attempt += 1
-
-    async def _until_gone(self, executor_id: str) -> None:
-        """Returns when that executor was not attached for a while: opening its twin would end its epoch."""
-        num_looks = 0
-        while num_looks < _TWIN_GONE_LOOKS:
-            await asyncio.sleep(MAX_RETRY_SECONDS)
-            num_looks = 0 if executor_id in self._loop.core.executors else num_looks + 1
-
-    async def _open(self, executor_id: str) -> Opened:
-        attempt = 0
-        while True:
-            try:
-                return await self._client.open(self._scheduler_id, self._term)
-            except (ExecutorUnreachableError, LeftError) as error:
-                reason = f"waiting for an executor at {executor_id} ({error})"
-            except (HeldError, EpochLostError) as error:
-                self._tell_held(error)
-                # Asking again takes nothing from the holder: it is granted only when the holder has gone.
-                reason = f"the executor at {executor_id} belongs to another scheduler ({error})"
-            self._loop.executor_missing(executor_id, reason)
-            await asyncio.sleep(_backoff(attempt))
-            attempt += 1
-
-    def _tell_held(self, error: Exception) -> None:
-        if isinstance(error, HeldError) and self._on_held is not None:
-            self._on_held(error.holder, error.term)
-
-    async def _drive_epoch(self, executor_id: str, wake: asyncio.Event) -> Loss:
-        """Drives one epoch over as many streams as it takes; returns why it is over."""
-        broken_since: float | None = None
-        state = self._loop.core.executors[executor_id]
-        session = state.session
-        # An executor whose first steps are slow, and nobody knows how slow yet, is given more time each time.
-        step_timeout_seconds = self._step_timeout_seconds * 2.0 ** min(self._num_late, 8)
-        while True:
-            acked = session.acked_step_id
-            started = self._loop.now()
-            try:
-                await self._loop.drive(
-                    executor_id, self._client.execute(), wake, step_timeout_seconds=step_timeout_seconds
-                )
-            except (HeldError, EpochLostError, LeftError) as error:
-                self._tell_held(error)
-                return Loss(str(error), is_crash=isinstance(error, EpochLostError))
-            except StepLateError as error:
-                self._num_late = 0 if session.acked_step_id else self._num_late + 1
-                return Loss(f"the executor at {executor_id} is given up: {error}", is_crash=True)
-            except (SessionBrokenError, BlockError) as error:
-                self._loop.core.counters.audits_failed += isinstance(error, BlockError)
-                books = audit.describe(self._loop.core.executors[executor_id])
-                _log.error("epoch_given_up", executor=executor_id, error=str(error), **books)
-                return Loss(f"the epoch of the executor at {executor_id} was given up: {error}")
-            except ExecutorUnreachableError as error:
-                now = self._loop.now()
-                has_worked = session.acked_step_id > acked or now - started > max(
-                    self._reattach_seconds, HELD_SECONDS
-                )
-                if has_worked or broken_since is None:
-                    broken_since = now
-                    _log.warning("executor_stream_broken", executor=executor_id, error=str(error))
-                if state.is_draining or now - broken_since >= self._reattach_seconds:
-                    reason = f"the executor at {executor_id} is gone ({error})"
-                    return Loss(reason, is_crash=not state.is_draining)
-            await asyncio.sleep(_backoff(0) / 4)
-
-
-class ExecutorDirectory:
-    """Keeps one loop for each executor: those listed, and every address that a dns:/// name has now."""
-
-    def __init__(self, addresses: list[Address], make_loop: Callable[[Address], ExecutorLoop]) -> None:
-        self._addresses = addresses
-        self._make_loop = make_loop
-        self._loops: dict[str, ExecutorLoop] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def run(self) -> None:
-        """Runs until cancelled, or until one of the loops fails."""
-        try:
-            while True:
-                await self._look()
-                if self._tasks:
-                    done, _ = await asyncio.wait(self._tasks.values(), timeout=RESOLVE_SECONDS)
-                    for task in done:
-                        task.result()
-                else:
-                    await asyncio.sleep(RESOLVE_SECONDS)
-        finally:
-            await self._end(list(self._tasks))
-
-    async def _look(self) -> None:
-        answers = [await _resolved(address) for address in self._addresses]
-        found = {str(address): address for answer in answers for address in answer or []}
-        for executor_id, address in found.items():
-            if executor_id not in self._tasks:
-                self._loops[executor_id] = self._make_loop(address)
-                self._tasks[executor_id] = asyncio.create_task(self._loops[executor_id].run())
-        if None not in answers:
-            # One that its name has left and that is lost as well will not come back under this address.
-            await self._end(
-                [name for name, loop in self._loops.items() if name not in found and not loop.is_attached]
-            )
-
-    async def _end(self, executor_ids: list[str]) -> None:
-        tasks = [self._tasks.pop(executor_id) for executor_id in executor_ids]
-        for executor_id, task in zip(executor_ids, tasks, strict=True):
-            del self._loops[executor_id]
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _resolved(address: Address) -> list[Address] | None:
-    """Every address behind a dns:///NAME:PORT, or None when it cannot be told now; any other as it is."""
-    name, separator, port = address.target.removeprefix("dns:///").rpartition(":")
-    if not address.target.startswith("dns:///") or not separator:
-        return [address]
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return None
-    hosts = sorted({str(item[4][0]) for item in found})
-    return [
-        Address.parse(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", field="--executor")
-        for host in hosts
-    ]

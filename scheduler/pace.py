@@ -13,6 +13,8 @@ would cost newcomers a part of every step). Pure: time comes in as an argument.
 from bisect import bisect_left, insort
 from collections import deque
 
+from scheduler.step_clock import StepClock
+
 SHORT_STEP_SECONDS = 0.004
 """Below this nothing is won by waiting: a timer is no finer than a millisecond."""
 _TIMER_SECONDS = 0.001
@@ -48,47 +50,34 @@ class Quantile:
 class Pace:
     """The rhythm of one executor under one epoch. Times in seconds."""
 
-    __slots__ = ("_early", "_expected_end", "_leave_at", "_predicted", "_round_trip", "_sent_at")
+    __slots__ = ("_clock", "_early", "_round_trip")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: StepClock) -> None:
+        """`clock`: its steps under way."""
+        self._clock = clock
         self._round_trip = Quantile(0.99)
         self._early = Quantile(0.9)  # by how much results came before their time
-        self._sent_at: deque[tuple[float, bool]] = deque()  # of each unanswered plan; whether it was alone
-        self._predicted: deque[float | None] = deque()  # duration of each unanswered step
-        self._expected_end: float | None = None  # when the oldest unanswered plan's result is due
-        self._leave_at: float | None = None
 
     def held_until(self, now: float) -> float | None:
-        """When the plan behind those that are unanswered may leave; None is now."""
-        if self._leave_at is None or now >= self._leave_at or len(self._sent_at) != 1:
-            return None
-        return self._leave_at
-
-    def sent(self, now: float, predicted_seconds: float | None) -> None:
-        """A plan leaves whose step will probably take so long; None when nobody knows."""
-        alone = not self._sent_at
-        self._sent_at.append((now, alone))
-        self._predicted.append(predicted_seconds)
-        if alone:
-            self._expect(now)
-
-    def answered(self, now: float, step_seconds: float, idle_seconds: float) -> None:
-        """The oldest plan's result is in: how long its step took, and how long the executor waited for it."""
-        sent_at, alone = self._sent_at.popleft()
-        self._predicted.popleft()
-        if alone or idle_seconds > _WAITED_SECONDS:
-            self._round_trip.observe(max(0.0, now - sent_at - step_seconds))
-        if self._expected_end is not None:
-            self._early.observe(max(0.0, self._expected_end - now))
-        self._expect(now)
-
-    def _expect(self, begin: float) -> None:
-        """The oldest unanswered step has begun; what it sends back is counted from here to here."""
-        predicted = self._predicted[0] if self._predicted else None
+        """When the plan behind the one that is unanswered may leave; None is now."""
+        step, expected_end = self._clock.running, self._clock.expected_end
         round_trip = self._round_trip.value
-        self._expected_end = self._leave_at = None
-        if predicted is None or round_trip is None:
-            return
-        self._expected_end = begin + predicted
-        if predicted >= SHORT_STEP_SECONDS:
-            self._leave_at = self._expected_end - round_trip - (self._early.value or 0.0) - _TIMER_SECONDS
+        if step is None or expected_end is None or round_trip is None or self._clock.num_under_way != 1:
+            return None
+        if step.predicted_seconds is None or step.predicted_seconds < SHORT_STEP_SECONDS:
+            return None
+        leave_at = expected_end - round_trip - (self._early.value or 0.0) - _TIMER_SECONDS
+        return leave_at if now < leave_at else None
+
+    def answered(self, now: float, step_seconds: float, idle_seconds: float) -> float:
+        """The result of the step that ran is in: how long it took, and how long the executor waited for it.
+
+        Returns how long it took as seen from here, the wire included.
+        """
+        expected_end, began = self._clock.expected_end, self._clock.began
+        step = self._clock.answered(now)
+        if step.was_alone or idle_seconds > _WAITED_SECONDS:
+            self._round_trip.observe(max(0.0, now - step.sent_at - step_seconds))
+        if expected_end is not None:
+            self._early.observe(max(0.0, expected_end - now))
+        return now - began

@@ -10,11 +10,15 @@ moves what `take` gives.
     acked(message_id) ─► done   sequences whose end the router has: their records may go
     close() ─► orphans          the stream broke: sequences nobody reads now
 
+A router that has left a stream for a new one may have messages on the old one that are read after the first
+ones of the new one. So streams are numbered, and `superseded` says which are over when one begins.
+
 Must not know: protobuf, text, the queue.
 """
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.sequence import Finish, FinishReason, Sequence, StatusCode
@@ -76,15 +80,32 @@ class SessionError(RuntimeError):
 class RouterSession:
     """One stream of one router."""
 
-    __slots__ = ("_dirty", "_ends", "_next_message_id", "_unacked", "attachments", "router_id")
+    __slots__ = (
+        "_dirty",
+        "_ends",
+        "_next_message_id",
+        "_unacked",
+        "attachments",
+        "is_superseded",
+        "router_id",
+        "stream",
+    )
 
-    def __init__(self, router_id: str) -> None:
+    def __init__(self, router_id: str, stream: int = 0) -> None:
+        """`stream`: which of the router's streams it is; 0 from a router that does not count them."""
         self.router_id = router_id
+        self.stream = stream
+        self.is_superseded = False
+        """The router has a newer stream: what still comes on this one is not looked at."""
         self.attachments: dict[int, Attachment] = {}
         self._dirty: list[Attachment] = []
         self._ends: list[FinishedOutput] = []  # of handles that have no sequence here
         self._next_message_id = 1
         self._unacked: deque[tuple[int, float, list[Attachment]]] = deque()  # id, sent at, ends in it
+
+    def is_newer_than(self, other: "RouterSession") -> bool:
+        """Whether the router has left `other` for this stream."""
+        return self.router_id == other.router_id and self.stream > other.stream > 0
 
     def attach(self, handle: int, seq: Sequence, num_received: int) -> "RouterSession | None":
         """From now on `handle` reads `seq`, of which the router has `num_received` output tokens.
@@ -216,6 +237,14 @@ class RouterSession:
         self._ends.clear()
         self._unacked.clear()
         return orphans
+
+
+def superseded(new: RouterSession, others: Iterable[RouterSession]) -> list[RouterSession]:
+    """The streams that are over when `new` begins: older ones of its router, or itself if it comes late."""
+    others = list(others)
+    if any(other.is_newer_than(new) for other in others):
+        return [new]
+    return [other for other in others if new.is_newer_than(other)]
 
 
 def session_of(seq: Sequence) -> RouterSession | None:

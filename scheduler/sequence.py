@@ -153,6 +153,8 @@ class Sequence:
     has_started: bool = False  # was admitted at least once
     is_recovering: bool = False  # its executor was lost or drained, and it has won no token since
     num_tokens_at_admission: int = 0
+    num_proven_tokens: int = 0  # computed without harm when an executor last died under it
+    num_tokens_at_crash: int = 0  # those that it was just computing counted in
     num_preemptions: int = 0  # for lack of blocks
     num_displacements: int = 0  # for somebody more important
     waiting_since: float = 0.0  # its arrival, or when it lost its place in a batch

@@ -39,7 +39,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             await abort(
                 context, RequestError(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
             )
-        stream = _RouterStream(self._loop, RouterSession(hello.hello.router_id), self._scheduler_id)
+        session = RouterSession(hello.hello.router_id, hello.hello.stream)
+        stream = _RouterStream(self._loop, session, self._scheduler_id)
         log = _log.bind(router_id=stream.session.router_id)
         log.info("router_connected")
         reader = asyncio.ensure_future(stream.read(request_iterator))
@@ -51,6 +52,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             end = RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except _SteppedDownError:
             end = RequestError(grpc.StatusCode.UNAVAILABLE, self._loop.standing_by or "another one leads")
+        except _SupersededError:
+            message = "a newer stream of the same router has taken the place of this one"
+            end = RequestError(grpc.StatusCode.ABORTED, message)
         except _ModelChangedError:
             message = "the executors serve another model now; connect again to be told"
             end = RequestError(grpc.StatusCode.UNAVAILABLE, message)
@@ -105,6 +109,10 @@ class _SteppedDownError(Exception):
     """This scheduler leads no longer: what was begun on the stream goes on elsewhere."""
 
 
+class _SupersededError(Exception):
+    """The router has left the stream for a newer one."""
+
+
 class _ModelChangedError(Exception):
     """What the router was told when it was welcomed does not hold any more."""
 
@@ -130,7 +138,12 @@ class _RouterStream:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the scheduler has stepped down since its welcome; a router that has none may stay."""
+        """Whether what still comes is not looked at."""
+        return self.session.is_superseded or self._has_stepped_down
+
+    @property
+    def _has_stepped_down(self) -> bool:
+        """Whether the scheduler has, since its welcome; a router that has none may stay."""
         return self._is_welcomed and self._num_step_downs != self._loop.num_step_downs
 
     # --- in ------------------------------------------------------------------------------------------------
@@ -237,7 +250,9 @@ class _RouterStream:
         reader.add_done_callback(lambda _: self._wake.set())
         while True:
             self._wake.clear()
-            if self._is_over:
+            if self.session.is_superseded:
+                raise _SupersededError
+            if self._has_stepped_down:
                 raise _SteppedDownError
             if self._is_welcomed and self._num_models != self._loop.num_models:
                 raise _ModelChangedError

@@ -11,8 +11,10 @@ died of; then the next one dies as well, and the next. So:
     one alone   in the fatal plan, for the second time or on trial: guilty
 
 With one guilty among n that is at most log2(n) + 2 crashes. Crashes that nobody is to blame for (a machine is
-switched off) cost those it hits a moment on trial; to be found guilty by mistake, one must be hit twice while
-it is alone, within two steps each time.
+switched off) cost those they hit a moment on trial. One alone that is hit at another place of its tokens than
+before is excused: what is deadly is mostly so at one place. Three times at most, and so many crashes more it
+takes to find one that is deadly at no certain place. To be found guilty by mistake, a request must be hit
+while it is alone, in the very step in which it was hit before.
 
 Pure: names what is suspected (a request: its choices share the prompt, and so the blame), and knows neither
 sequences nor executors.
@@ -22,6 +24,7 @@ from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 NUM_STEPS_TO_CLEAR = 2
+MAX_EXCUSES = 3
 
 T = TypeVar("T")
 
@@ -29,11 +32,12 @@ T = TypeVar("T")
 class Suspects(Generic[T]):
     """Suspects of all executors of one scheduler."""
 
-    __slots__ = ("_num_crashes", "_num_steps", "group", "trial")
+    __slots__ = ("_num_crashes", "_num_excuses", "_num_steps", "group", "trial")
 
     def __init__(self) -> None:
         self._num_crashes: dict[T, int] = {}  # since it was last cleared
         self._num_steps: dict[T, int] = {}  # completed since its last crash
+        self._num_excuses: dict[T, int] = {}  # crashes of those that do not count against it
         self.group: list[T] = []
         """Who is searched, newcomers first. One of them is to blame, if anybody is."""
         self.trial: list[T] = []
@@ -47,9 +51,14 @@ class Suspects(Generic[T]):
         """How many executors have died under it since it was last cleared."""
         return self._num_crashes.get(item, 0)
 
-    def crashed(self, rows: Iterable[T]) -> T | None:
-        """An executor died computing these, newcomers first; returns who is guilty, if that is known."""
+    def crashed(self, rows: Iterable[T], *, is_elsewhere: bool = False) -> T | None:
+        """An executor died computing these, newcomers first; returns who is guilty, if that is known.
+
+        `is_elsewhere`: each of them was at another place than when it was hit before.
+        """
         rows = list(dict.fromkeys(rows))
+        if is_elsewhere and len(rows) == 1 and self._is_excused(rows[0]):
+            return None
         again = [item for item in rows if item in self._num_crashes]
         for item in rows:
             self._num_crashes[item] = self._num_crashes.get(item, 0) + 1
@@ -80,12 +89,21 @@ class Suspects(Generic[T]):
         if item in self._num_crashes:
             self._acquit(item)
 
+    def _is_excused(self, item: T) -> bool:
+        num_excuses = self._num_excuses.get(item, 0)
+        if item not in self._num_crashes or num_excuses >= MAX_EXCUSES:
+            return False
+        self._num_excuses[item] = num_excuses + 1
+        self._num_steps[item] = 0
+        return True
+
     def _search(self, group: list[T]) -> None:
         self.group = group
         self.trial = group[: max(1, len(group) // 2)]
 
     def _acquit(self, item: T) -> None:
         del self._num_crashes[item], self._num_steps[item]
+        self._num_excuses.pop(item, None)
         if item in self.group:
             self.group.remove(item)
         if item in self.trial:

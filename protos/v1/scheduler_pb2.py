@@ -26,7 +26,7 @@ from protos.v1 import common_pb2 as protos_dot_v1_dot_common__pb2
 from protos.v1 import router_pb2 as protos_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/v1/scheduler.proto\x12\x0c\x63hairlift.v1\x1a\x16protos/v1/common.proto\x1a\x16protos/v1/router.proto\"\xb2\x01\n\rRouterMessage\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.chairlift.v1.HelloH\x00\x12&\n\x06submit\x18\x02 \x01(\x0b\x32\x14.chairlift.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x14.chairlift.v1.CancelH\x00\x12 \n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x11.chairlift.v1.AckH\x00\x42\t\n\x07message\"5\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x19\n\x11protocol_revision\x18\x02 \x01(\r\"\x9c\x03\n\x06Submit\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06handle\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x14\n\x0csample_index\x18\x04 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x18\n\x10output_token_ids\x18\x06 \x03(\r\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.chairlift.v1.SamplingParams\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x00\x88\x01\x01\x12\x11\n\twaited_ms\x18\x0b \x01(\x03\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x13\n\x0b\x62ody_digest\x18\r \x01(\x0c\x12\x17\n\x0f\x61\x63\x63\x65pted_before\x18\x0e \x01(\x08\x12 \n\x04part\x18\x0f \x01(\x0b\x32\x12.chairlift.v1.Part\x12\r\n\x05group\x18\x10 \x01(\r\x12\x13\n\x0btraceparent\x18\x11 \x01(\tB\x0f\n\r_remaining_ms\"$\n\x04Part\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"A\n\x06\x43\x61ncel\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.chairlift.v1.FinishReason\"\x19\n\x03\x41\x63k\x12\x12\n\nmessage_id\x18\x01 \x01(\x04\"\xaf\x01\n\x10SchedulerMessage\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.chairlift.v1.WelcomeH\x00\x12\x35\n\x0eserving_status\x18\x02 \x01(\x0b\x32\x1b.chairlift.v1.ServingStatusH\x00\x12/\n\x0bstep_output\x18\x03 \x01(\x0b\x32\x18.chairlift.v1.StepOutputH\x00\x42\t\n\x07message\"\xe0\x01\n\x07Welcome\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x30\n\x0c\x66ingerprints\x18\x07 \x01(\x0b\x32\x1a.chairlift.v1.Fingerprints\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\t \x03(\t\"0\n\rServingStatus\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xce\x02\n\nStepOutput\x12\x12\n\nmessage_id\x18\x01 \x01(\x04\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1e.chairlift.v1.SequenceLogprobs\x12\x30\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1e.chairlift.v1.SequenceFinished\x12.\n\x07started\x18\x07 \x03(\x0b\x32\x1d.chairlift.v1.SequenceStarted\x12\x0f\n\x07step_id\x18\x08 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\t \x03(\r\x12=\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32$.chairlift.v1.SequencePromptLogprobs\"m\n\x16SequencePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\"O\n\x10SequenceLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12+\n\x06tokens\x18\x02 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\"<\n\x0fSequenceStarted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\xf6\x01\n\x10SequenceFinished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.chairlift.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_wasted_tokens\x18\x05 \x01(\r\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x13\n\x0bstatus_code\x18\x07 \x01(\r\x12\x16\n\x0eretry_after_ms\x18\x08 \x01(\x03\x42\x13\n\x11_matched_token_id\"\x10\n\x0eGetLoadRequest\"\xf6\x01\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\x04\x12\x15\n\rnum_executors\x18\x06 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x12\x11\n\tnum_steps\x18\x08 \x01(\x04\x12-\n\x06status\x18\t \x01(\x0b\x32\x1d.chairlift.v1.SchedulerStatus2\xa9\x02\n\tScheduler\x12J\n\x07\x43onnect\x12\x1b.chairlift.v1.RouterMessage\x1a\x1e.chairlift.v1.SchedulerMessage(\x01\x30\x01\x12\x46\n\x07\x45xplain\x12\x1c.chairlift.v1.ExplainRequest\x1a\x1d.chairlift.v1.ExplainResponse\x12@\n\x05Watch\x12\x1a.chairlift.v1.WatchRequest\x1a\x19.chairlift.v1.StepSummary0\x01\x12\x46\n\x07GetLoad\x12\x1c.chairlift.v1.GetLoadRequest\x1a\x1d.chairlift.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/v1/scheduler.proto\x12\x0c\x63hairlift.v1\x1a\x16protos/v1/common.proto\x1a\x16protos/v1/router.proto\"\xb2\x01\n\rRouterMessage\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.chairlift.v1.HelloH\x00\x12&\n\x06submit\x18\x02 \x01(\x0b\x32\x14.chairlift.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x14.chairlift.v1.CancelH\x00\x12 \n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x11.chairlift.v1.AckH\x00\x42\t\n\x07message\"E\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x19\n\x11protocol_revision\x18\x02 \x01(\r\x12\x0e\n\x06stream\x18\x03 \x01(\x04\"\x9c\x03\n\x06Submit\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0e\n\x06handle\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x14\n\x0csample_index\x18\x04 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x18\n\x10output_token_ids\x18\x06 \x03(\r\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.chairlift.v1.SamplingParams\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x19\n\x0cremaining_ms\x18\n \x01(\x03H\x00\x88\x01\x01\x12\x11\n\twaited_ms\x18\x0b \x01(\x03\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x13\n\x0b\x62ody_digest\x18\r \x01(\x0c\x12\x17\n\x0f\x61\x63\x63\x65pted_before\x18\x0e \x01(\x08\x12 \n\x04part\x18\x0f \x01(\x0b\x32\x12.chairlift.v1.Part\x12\r\n\x05group\x18\x10 \x01(\r\x12\x13\n\x0btraceparent\x18\x11 \x01(\tB\x0f\n\r_remaining_ms\"$\n\x04Part\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"A\n\x06\x43\x61ncel\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.chairlift.v1.FinishReason\"\x19\n\x03\x41\x63k\x12\x12\n\nmessage_id\x18\x01 \x01(\x04\"\xaf\x01\n\x10SchedulerMessage\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.chairlift.v1.WelcomeH\x00\x12\x35\n\x0eserving_status\x18\x02 \x01(\x0b\x32\x1b.chairlift.v1.ServingStatusH\x00\x12/\n\x0bstep_output\x18\x03 \x01(\x0b\x32\x18.chairlift.v1.StepOutputH\x00\x42\t\n\x07message\"\xe0\x01\n\x07Welcome\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x30\n\x0c\x66ingerprints\x18\x07 \x01(\x0b\x32\x1a.chairlift.v1.Fingerprints\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\t \x03(\t\"0\n\rServingStatus\x12\x0f\n\x07serving\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xce\x02\n\nStepOutput\x12\x12\n\nmessage_id\x18\x01 \x01(\x04\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1e.chairlift.v1.SequenceLogprobs\x12\x30\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x1e.chairlift.v1.SequenceFinished\x12.\n\x07started\x18\x07 \x03(\x0b\x32\x1d.chairlift.v1.SequenceStarted\x12\x0f\n\x07step_id\x18\x08 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\t \x03(\r\x12=\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32$.chairlift.v1.SequencePromptLogprobs\"m\n\x16SequencePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\"O\n\x10SequenceLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12+\n\x06tokens\x18\x02 \x03(\x0b\x32\x1b.chairlift.v1.TokenLogprobs\"<\n\x0fSequenceStarted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\xf6\x01\n\x10SequenceFinished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.chairlift.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_wasted_tokens\x18\x05 \x01(\r\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x13\n\x0bstatus_code\x18\x07 \x01(\r\x12\x16\n\x0eretry_after_ms\x18\x08 \x01(\x03\x42\x13\n\x11_matched_token_id\"\x10\n\x0eGetLoadRequest\"\xf6\x01\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\x04\x12\x15\n\rnum_executors\x18\x06 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x12\x11\n\tnum_steps\x18\x08 \x01(\x04\x12-\n\x06status\x18\t \x01(\x0b\x32\x1d.chairlift.v1.SchedulerStatus2\xa9\x02\n\tScheduler\x12J\n\x07\x43onnect\x12\x1b.chairlift.v1.RouterMessage\x1a\x1e.chairlift.v1.SchedulerMessage(\x01\x30\x01\x12\x46\n\x07\x45xplain\x12\x1c.chairlift.v1.ExplainRequest\x1a\x1d.chairlift.v1.ExplainResponse\x12@\n\x05Watch\x12\x1a.chairlift.v1.WatchRequest\x1a\x19.chairlift.v1.StepSummary0\x01\x12\x46\n\x07GetLoad\x12\x1c.chairlift.v1.GetLoadRequest\x1a\x1d.chairlift.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,35 +36,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERMESSAGE']._serialized_start=92
   _globals['_ROUTERMESSAGE']._serialized_end=270
   _globals['_HELLO']._serialized_start=272
-  _globals['_HELLO']._serialized_end=325
-  _globals['_SUBMIT']._serialized_start=328
-  _globals['_SUBMIT']._serialized_end=740
-  _globals['_PART']._serialized_start=742
-  _globals['_PART']._serialized_end=778
-  _globals['_CANCEL']._serialized_start=780
-  _globals['_CANCEL']._serialized_end=845
-  _globals['_ACK']._serialized_start=847
-  _globals['_ACK']._serialized_end=872
-  _globals['_SCHEDULERMESSAGE']._serialized_start=875
-  _globals['_SCHEDULERMESSAGE']._serialized_end=1050
-  _globals['_WELCOME']._serialized_start=1053
-  _globals['_WELCOME']._serialized_end=1277
-  _globals['_SERVINGSTATUS']._serialized_start=1279
-  _globals['_SERVINGSTATUS']._serialized_end=1327
-  _globals['_STEPOUTPUT']._serialized_start=1330
-  _globals['_STEPOUTPUT']._serialized_end=1664
-  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_start=1666
-  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_end=1775
-  _globals['_SEQUENCELOGPROBS']._serialized_start=1777
-  _globals['_SEQUENCELOGPROBS']._serialized_end=1856
-  _globals['_SEQUENCESTARTED']._serialized_start=1858
-  _globals['_SEQUENCESTARTED']._serialized_end=1918
-  _globals['_SEQUENCEFINISHED']._serialized_start=1921
-  _globals['_SEQUENCEFINISHED']._serialized_end=2167
-  _globals['_GETLOADREQUEST']._serialized_start=2169
-  _globals['_GETLOADREQUEST']._serialized_end=2185
-  _globals['_GETLOADRESPONSE']._serialized_start=2188
-  _globals['_GETLOADRESPONSE']._serialized_end=2434
-  _globals['_SCHEDULER']._serialized_start=2437
-  _globals['_SCHEDULER']._serialized_end=2734
+  _globals['_HELLO']._serialized_end=341
+  _globals['_SUBMIT']._serialized_start=344
+  _globals['_SUBMIT']._serialized_end=756
+  _globals['_PART']._serialized_start=758
+  _globals['_PART']._serialized_end=794
+  _globals['_CANCEL']._serialized_start=796
+  _globals['_CANCEL']._serialized_end=861
+  _globals['_ACK']._serialized_start=863
+  _globals['_ACK']._serialized_end=888
+  _globals['_SCHEDULERMESSAGE']._serialized_start=891
+  _globals['_SCHEDULERMESSAGE']._serialized_end=1066
+  _globals['_WELCOME']._serialized_start=1069
+  _globals['_WELCOME']._serialized_end=1293
+  _globals['_SERVINGSTATUS']._serialized_start=1295
+  _globals['_SERVINGSTATUS']._serialized_end=1343
+  _globals['_STEPOUTPUT']._serialized_start=1346
+  _globals['_STEPOUTPUT']._serialized_end=1680
+  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_start=1682
+  _globals['_SEQUENCEPROMPTLOGPROBS']._serialized_end=1791
+  _globals['_SEQUENCELOGPROBS']._serialized_start=1793
+  _globals['_SEQUENCELOGPROBS']._serialized_end=1872
+  _globals['_SEQUENCESTARTED']._serialized_start=1874
+  _globals['_SEQUENCESTARTED']._serialized_end=1934
+  _globals['_SEQUENCEFINISHED']._serialized_start=1937
+  _globals['_SEQUENCEFINISHED']._serialized_end=2183
+  _globals['_GETLOADREQUEST']._serialized_start=2185
+  _globals['_GETLOADREQUEST']._serialized_end=2201
+  _globals['_GETLOADRESPONSE']._serialized_start=2204
+  _globals['_GETLOADRESPONSE']._serialized_end=2450
+  _globals['_SCHEDULER']._serialized_start=2453
+  _globals['_SCHEDULER']._serialized_end=2750
 # @@protoc_insertion_point(module_scope)

@@ -77,19 +77,25 @@ class Hello(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Names the router process; a new process takes a new one."""
     protocol_revision: _builtins.int
     """Of the sender; a scheduler answers with its own and both keep to the lower."""
+    stream: _builtins.int
+    """Counts this router's streams to this scheduler, from 1; 0 when it does not count them. The newest one
+    counts: what an older one still brings is not looked at, and it ends ABORTED.
+    """
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         protocol_revision: _builtins.int = ...,
+        stream: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_revision", b"protocol_revision", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_revision", b"protocol_revision", "router_id", b"router_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,7 +86,7 @@ def test_every_flag_is_known_to_the_services_it_is_handed_to() -> None:
         for field, takers in TAKEN_BY.items():
             if name in takers:
                 assert field in settings_class.model_fields, f"--{field} is no flag of the {name}"
-    assert set(TAKEN_BY) | {"listen", "metrics_listen"} == set(ServeSettings.model_fields)
+    assert set(TAKEN_BY) | {"listen", "metrics_listen", "standby"} == set(ServeSettings.model_fields)
 
 
 def test_a_flag_goes_to_those_that_take_it_and_to_no_other(tmp_path: Path) -> None:
@@ -217,6 +217,52 @@ def test_it_serves_restarts_what_dies_and_stops_cleanly(tiny_model_folder: Path,
     assert process.returncode == 0
     assert "the router was killed by signal 9; starting it again in 0.5 s" in errors
     assert not any(is_alive(pid) for pid in after.values())
+
+
+def test_with_a_standby_there_are_two_schedulers_of_one_lease(tmp_path: Path) -> None:
+    argv = ["--model", "m", "--standby", "--policy", "fair", "--metrics-listen", "127.0.0.1:9100"]
+    settings = load(ServeSettings, argv, prog="chairlift serve")
+    executor, first, second, router = services(settings, Path("m.gguf"), tmp_path)
+    assert (first.name, second.name) == ("scheduler", "standby")
+    for number, one in enumerate((first, second), start=1):
+        assert (one.module, one.ready_when) == ("scheduler", "liveness")
+        assert one.argv[one.argv.index("--lease") + 1] == f"{tmp_path}/lease"
+        assert one.argv[one.argv.index("--scheduler-id") + 1] == one.name
+        assert one.argv[one.argv.index("--metrics-listen") + 1] == f"127.0.0.1:{9100 + number}"
+        assert "fair" in one.argv
+    known = router.argv[router.argv.index("--scheduler") + 1]
+    assert known == f"unix:{tmp_path}/scheduler.sock|unix:{tmp_path}/standby.sock"
+    assert executor.argv[-1] != "fair"
+
+
+def test_with_a_standby_a_killed_scheduler_is_not_missed(tiny_model_folder: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/router.sock"
+    flags = ("--model", str(tiny_model_folder), "--listen", address, "--dtype", "float32", "--standby")
+    with serving(*flags) as process:
+        until_ready(process)
+        with Client(address) as client:
+            options = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
+            whole = client.generate("hi", **options)  # type: ignore[arg-type]
+            for name in ("scheduler", "standby"):  # one of them leads
+                with client.stream("hi", **options) as stream:  # type: ignore[arg-type]
+                    token_ids = list(next(stream).token_ids)
+                    os.kill(scheduler_of(process, name), signal.SIGKILL)
+                    token_ids += [token_id for piece in stream for token_id in piece.token_ids]
+                assert token_ids == list(whole.choices[0].token_ids)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def scheduler_of(process: subprocess.Popen[str], name: str) -> int:
+    """The process of that id, once there is one."""
+    while True:
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if b"--scheduler-id" in words and words[words.index(b"--scheduler-id") + 1] == name.encode():
+                    return int(pid)
+        time.sleep(0.05)
 
 
 def test_with_certificates_and_keys_it_serves_those_who_have_both(

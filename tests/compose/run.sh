@@ -119,16 +119,17 @@ compose up --detach
 until_healthy $(compose ps --quiet)
 ask
 
-say "with a second executor"
-compose up --detach --no-recreate --scale executor=2
+say "with three executors, each service restarted under load"
+compose up --detach --no-recreate --scale executor=3
 until_healthy $(compose ps --quiet)
 ask
+scripts/rolling_restart.sh
 
 say "the live page, and a standby that takes over"
 $python -c 'import urllib.request as web; assert b"Chairlift" in web.urlopen("http://127.0.0.1:8000/").read()'
 compose kill --signal SIGKILL scheduler
 ask
-compose up --detach --no-recreate --scale executor=2
+compose up --detach --no-recreate --scale executor=3
 until_healthy $(compose ps --quiet)
 ask
 

@@ -1,4 +1,4 @@
-"""B27 and B30 through real processes: giving up leaves nothing that adds up. The long forms are soak."""
+"""Kind 6 through real processes: giving up leaves nothing that adds up. The long forms are soak."""
 
 import asyncio
 import itertools
@@ -8,15 +8,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from protos.v1 import common_pb2, scheduler_pb2
-from tests.integration.prompts import sized
+from tests.integration.prompts import prompt, sized
 from tests.rig import cluster
 from tests.rig.client import Client, client_of
 from tests.rig.cluster import Cluster
-from tests.rig.quiet import check_all_leave, check_quiet
-from tests.rig.scripted_executor import Script
+from tests.rig.quiet import check_all_leave, check_quiet, wait_until_idle
+from tests.rig.scripted_executor import Script, expected_output
 
 STREAMS, TOKENS_READ = 8, 3
 CLOSE_SECONDS = 30.0
@@ -112,6 +113,55 @@ def test_b30_cancels_of_what_never_was_leave_no_memory_behind(tiny_model_folder:
         before = resident_bytes(running, "scheduler")
         cancel_many(running, count, 1_000_000)
         assert resident_bytes(running, "scheduler") - before < 5 * 2**20
+        check_quiet(running)
+
+
+@pytest.mark.parametrize("num_rounds", [10, pytest.param(300, marks=pytest.mark.soak)])
+async def test_b29_all_choices_of_a_cancelled_request_stop_and_leave_no_record(
+    num_rounds: int, tiny_model_folder: Path
+) -> None:
+    with cluster.running(tiny_model_folder, script=Script(step_seconds=0.002)) as running:
+        async with client_of(running) as client:
+            for salt in range(num_rounds):
+                stream = client.growing(sized(20, 1000, salt=salt, n=4))
+                async for answer in stream:
+                    if min(len(choice.token_ids) for choice in answer.choices) >= TOKENS_READ:
+                        break
+                await stream.aclose()
+                await asyncio.to_thread(wait_until_idle, running)
+        rows = [step["rows"] for step in running.scripted().steps()]
+        assert len(rows) < num_rounds * 40, "they did not go on"
+        check_quiet(running)
+        check_all_leave(running)
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-prefix-caching",)])
+async def test_b32_blocks_come_back_whatever_the_length(
+    flags: tuple[str, ...], tiny_model_folder: Path
+) -> None:
+    with cluster.running(tiny_model_folder, script=Script(), scheduler_flags=flags) as running:
+        async with client_of(running) as client:
+            for first in (0, 30):
+                asked = [sized(1 + (first + i) % 60, 1 + (first + i) % 7, salt=first + i) for i in range(30)]
+                await asyncio.gather(*map(client.complete, asked))
+                await asyncio.to_thread(wait_until_idle, running)
+        check_quiet(running)
+
+
+async def test_b28_of_two_calls_with_one_id_the_second_is_refused_and_the_first_is_untouched(
+    tiny_model_folder: Path,
+) -> None:
+    with cluster.running(tiny_model_folder, script=Script(step_seconds=0.005)) as running:
+        async with client_of(running) as client:
+            asked = sized(9, 60, request_id="the same")
+            first = client.growing(asked)
+            await anext(first)
+            for door in ("generate", "complete"):
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    await client.ask(door, asked)
+                assert refusal.value.code() is grpc.StatusCode.ALREADY_EXISTS
+            answers = [answer async for answer in first]
+            assert answers[-1].token_ids == expected_output(prompt(9), 60)
         check_quiet(running)
 
 

@@ -150,3 +150,27 @@ async def test_b13_a_resumed_request_is_not_thrown_out_again_and_again(
             assert computed <= 3 * (num_prompt_tokens + num_tokens)
         assert running.load().num_preemptions >= 1
         check_quiet(running)
+
+
+@pytest.mark.parametrize(
+    "block_size", [8, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 16, 64))]
+)
+async def test_b33_preemptions_give_back_whole_blocks_whatever_their_size(
+    block_size: int, tiny_model_folder: Path
+) -> None:
+    """Prompts that are no multiple of a block, a hundred preemptions: at the end each block is free."""
+    script = Script(num_blocks=max(256 // block_size, 8), block_size=block_size)
+    flags = ("--watermark", "0", "--admission", "optimistic")
+    with cluster.running(tiny_model_folder, script=script, scheduler_flags=flags) as running:
+        async with client_of(running) as client:
+            salts = iter(range(1_000_000))
+            async with asyncio.timeout(120):
+                while (await asyncio.to_thread(running.load)).num_preemptions < 100:
+                    asked = [sized(21 + i, 43 + i, salt=next(salts)) for i in range(8)]
+                    for message, answer in zip(
+                        asked, await asyncio.gather(*map(client.generate, asked)), strict=True
+                    ):
+                        wanted = expected_output(ids_of(message), message.sampling.max_tokens)
+                        assert answer.token_ids == wanted
+        check_quiet(running)
+        check_all_leave(running)

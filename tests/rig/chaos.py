@@ -57,10 +57,14 @@ class Tally:
 class Chaos:
     """The server, its clients, and what is done to them."""
 
-    def __init__(self, running: Cluster, ways: dict[str, Way], questions: Sequence[Question]) -> None:
+    def __init__(
+        self, running: Cluster, ways: dict[str, Way], questions: Sequence[Question], lease_seconds: float
+    ) -> None:
         self.cluster = running
         self.ways = ways
+        self.executors = tuple(ways)
         self.questions = questions
+        self.lease_seconds = lease_seconds
         self.tally = Tally()
         self._right: dict[int, Answer] = {}
         self._is_over = asyncio.Event()
@@ -155,13 +159,38 @@ class Chaos:
         """kill -9, and the same process again, until it is up."""
         await asyncio.to_thread(self.cluster.kill, name)
         await asyncio.to_thread(self.cluster.restart, name)
-        if name.startswith("executor"):
+        if name in self.executors:
             await asyncio.to_thread(self.cluster.process(name).wait_until_serving)
 
+    @contextlib.asynccontextmanager
+    async def crashing(self, names: Sequence[str], *, every_seconds: float) -> AsyncIterator[asyncio.Lock]:
+        """While the block runs, one after the other is killed; who holds the lock is spared from it."""
+        lock = asyncio.Lock()
+
+        async def crash_on() -> None:
+            for name in itertools.cycle(names):
+                async with lock:
+                    await self.crash(name)
+                await asyncio.sleep(every_seconds)
+
+        task = asyncio.create_task(crash_on())
+        try:
+            yield lock
+            async with lock:
+                task.cancel()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     async def stop(self, name: str) -> int:
-        """SIGTERM, and the same process again when it has left; returns its exit code."""
+        """SIGTERM, and the same process again when it has left; returns its exit code.
+
+        An executor is waited for; the others are there for each other.
+        """
         code = await asyncio.to_thread(self.cluster.stop, name, PATIENCE_SECONDS)
         await asyncio.to_thread(self.cluster.restart, name)
+        if name in self.executors:
+            await asyncio.to_thread(self.cluster.process(name).wait_until_serving)
         return code
 
     async def freeze(self, name: str, seconds: float) -> None:
@@ -202,6 +231,7 @@ async def chaos(
     num_executors: int,
     executor_flags: Sequence[str] = (),
     scheduler_flags: Sequence[str] = (),
+    lease_seconds: float = LEASE_SECONDS,
 ) -> AsyncIterator[Chaos]:
     """The whole server, serving, with the right answers known."""
     with cluster.assembling(model) as running:
@@ -215,7 +245,7 @@ async def chaos(
                 await asyncio.to_thread(start)
                 way = Way(f"{running.folder}/{name}-way.sock", f"{running.folder}/{name}.sock")
                 ways[name] = await stack.enter_async_context(way)
-            lease = ("--lease", f"{running.folder}/lease", "--lease-seconds", str(LEASE_SECONDS))
+            lease = ("--lease", f"{running.folder}/lease", "--lease-seconds", str(lease_seconds))
             for name in SCHEDULERS:
                 running.start_scheduler(
                     *lease,
@@ -228,7 +258,7 @@ async def chaos(
                 running.start_router(
                     *("--cluster-secret-file", str(secret)), name=name, schedulers=("|".join(SCHEDULERS),)
                 )
-            one = Chaos(running, ways, questions)
+            one = Chaos(running, ways, questions, lease_seconds)
             for name in (*executors, *ROUTERS):
                 await asyncio.to_thread(running.process(name).wait_until_serving)
             await one.learn()

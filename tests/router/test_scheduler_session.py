@@ -98,7 +98,7 @@ def opened(session: SchedulerSession, now: float = 100.0) -> int:
     session.receive(connection, SERVING, now)
     session.receive(connection, welcome(), now)
     assert session.refusal is None
-    assert session.next_message(now) == Hello("r1", 1)
+    assert session.next_message(now) == Hello("r1", 1, stream=connection)
     return connection
 
 
@@ -112,7 +112,7 @@ def submits(messages: list[RouterMessage]) -> list[Submit]:
 def test_hello_goes_first_and_nothing_else_before_the_welcome() -> None:
     session = new_session()
     connection = session.connected()
-    assert drain(session) == [Hello("r1", 1)]
+    assert drain(session) == [Hello("r1", 1, stream=1)]
     session.receive(connection, SERVING, 0.0)
     assert session.refusal == "the scheduler has no executor yet"
     assert session.receive(connection, welcome(), 0.0) == [ServingChanged(None)]

@@ -184,8 +184,8 @@ def test_a_later_part_carries_handle_and_ids_alone() -> None:
 
 
 def test_small_messages_cross_as_they_are() -> None:
-    assert wire.router_message(session.Hello("r", 1)).hello == scheduler_pb2.Hello(
-        router_id="r", protocol_revision=1
+    assert wire.router_message(session.Hello("r", 1, 7)).hello == scheduler_pb2.Hello(
+        router_id="r", protocol_revision=1, stream=7
     )
     assert wire.router_message(session.Ack(5)).ack.message_id == 5
     cancel = wire.router_message(session.Cancel(b"k", FinishReason.DEADLINE)).cancel

@@ -75,6 +75,22 @@ class Fleet:
         audit.check(self.core)
         return plan
 
+    def ranges(self, plan: BatchPlan) -> list[tuple[Sequence, int, int]]:
+        """Each row of the plan that runs: from which position of its sequence to which."""
+        state = next(item for item in self.core.executors.values() if plan in item.session.unanswered)
+        rows = []
+        for seq, seq_id, num_tokens in zip(plan.rows, plan.seq_ids, plan.num_tokens, strict=True):
+            if seq.seq_id == seq_id:
+                behind = [other for other in state.session.unanswered if other.step_id > plan.step_id]
+                end = seq.num_computed_tokens - sum(
+                    count
+                    for other in behind
+                    for other_id, count in zip(other.seq_ids, other.num_tokens, strict=True)
+                    if other_id == seq_id
+                )
+                rows.append((seq, end - num_tokens, end))
+        return rows
+
     def turn(self) -> bool:
         """Everybody plans, in any order; then the step that ends first answers, or kills.
 

@@ -20,10 +20,12 @@ from rpc.address import Address
 from rpc.channel import connect, server_options
 from scheduler import audit, wire
 from scheduler.core import SchedulerCore
+from scheduler.executor_directory import ExecutorDirectory
+from scheduler.executor_loop import ExecutorLoop
 from scheduler.leadership import Leadership
 from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
-from scheduler.loop import ExecutorDirectory, ExecutorLoop, SchedulerLoop
+from scheduler.loop import SchedulerLoop
 from scheduler.policy import Limits
 from scheduler.servicer import SchedulerServicer
 from tests.rig import toy_executor
@@ -298,17 +300,18 @@ class Shell:
         assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
         await self._open.aclose()
 
-    async def connect(self, router_id: str = "router", *, acks: bool = True) -> Router:
+    async def connect(self, router_id: str = "router", *, acks: bool = True, stream: int = 0) -> Router:
         """A stream that has said Hello."""
         router = Router(self.stub.Connect(), acks)
-        await router.send(hello=scheduler_pb2.Hello(router_id=router_id, protocol_revision=1))
+        hello = scheduler_pb2.Hello(router_id=router_id, protocol_revision=1, stream=stream)
+        await router.send(hello=hello)
         router.reading = asyncio.create_task(router.read())
         self._routers.append(router)
         return router
 
-    async def welcomed(self, router_id: str = "router", *, acks: bool = True) -> Router:
+    async def welcomed(self, router_id: str = "router", *, acks: bool = True, stream: int = 0) -> Router:
         """A stream on which requests may travel."""
-        router = await self.connect(router_id, acks=acks)
+        router = await self.connect(router_id, acks=acks, stream=stream)
         await until(lambda: router.statuses and router.is_welcome)
         return router
 
@@ -346,3 +349,16 @@ async def running_shell(
 def _ours(tasks: "set[asyncio.Task[Any]]") -> list[str]:
     names = [repr(task.get_coro()) for task in tasks]
     return [name for name in names if "scheduler" in name.lower() or "Event.wait" in name]
+
+
+async def submit_some(shell: Shell, router: Router, num_tokens: int = 30) -> None:
+    """Ten requests, all of them taken in."""
+    for handle in range(1, 11):
+        await router.submit(handle, f"r{handle}", [handle] * (1 + handle % 5), num_tokens)
+    await until(lambda: shell.core._num_submitted == 10)
+
+
+def all_right(router: Router, num_tokens: int = 30) -> bool:
+    return len(router.finished) == 10 and all(
+        router.ids[handle] == expected_ids([handle] * (1 + handle % 5), num_tokens) for handle in range(1, 11)
+    )

@@ -225,9 +225,11 @@ async def test_one_executor_under_two_addresses_is_attached_once(quick: Executor
     await quick.shell.welcomed()
     await quick.serve(executor, "alias")
     quick.expect("alias")
-    await until(lambda: "same executor" in quick.shell.loop.missing.get(quick.address("alias"), ""))
-    await quick.attached("executor")
-    assert quick.address("alias") not in quick.shell.core.executors
+    # Under which of them depends on what is seen first: the alias's Open, or that it ended the epoch before.
+    loop, names = quick.shell.loop, {quick.address("executor"), quick.address("alias")}
+    await until(lambda: any("same executor" in reason for reason in loop.missing.values()))
+    await until(lambda: len(quick.shell.core.executors) == 1)
+    assert {*loop.missing, *quick.shell.core.executors} == names
 
 
 # --- a request that executors die of ------------------------------------------------------------------

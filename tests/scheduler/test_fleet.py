@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.plan import BatchPlan
 from scheduler.policy import Admission, Limits
 from scheduler.sequence import FinishReason, State, StatusCode
+from scheduler.suspects import MAX_EXCUSES
 from tests.scheduler.fleet import Fleet
 
 
@@ -300,26 +302,63 @@ def test_one_poisonous_request_is_the_only_one_that_ends_in_error(
     fleet = Fleet(Limits(watermark=0.0, window=window), seed)
     for number in range(num_executors):
         fleet.attach(f"e{number}", max_num_seqs=24, num_blocks=512, max_num_batched_tokens=chunk)
-    poison = f"r{rng.randrange(num_seqs)}"
-    deadly_from = rng.choice([0, 0, 3])  # tokens of output after which it kills
-    fleet.dies_of = lambda plan: any(
-        seq.request.request_id == poison and len(seq.token_ids) - seq.num_prompt_tokens >= deadly_from
-        for seq in plan.rows
-    )
+    poison = rng.randrange(num_seqs)
+    lengths = [rng.randint(1, 20) for _ in range(num_seqs)]
+    place = lengths[poison] - 1 + rng.choice([0, 0, 3]) if rng.random() < 0.8 else 0
+    is_deadly_everywhere_then = rng.random() < 0.2
+    num_excuses = MAX_EXCUSES if is_deadly_everywhere_then else 0
+
+    def dies(plan: BatchPlan) -> bool:
+        for seq, begin, end in fleet.ranges(plan):
+            if seq.request.request_id == f"r{poison}":
+                if is_deadly_everywhere_then and fleet.num_deaths:
+                    return True
+                if begin <= place < end:
+                    return True
+        return False
+
+    fleet.dies_of = dies
     for number in range(num_seqs):
-        fleet.submit(f"r{number}", prompt(rng.randint(1, 20), number), rng.randint(6, 12))
+        fleet.submit(f"r{number}", prompt(lengths[number], number), rng.randint(6, 12))
         if rng.random() < 0.3:
             fleet.turn()
     fleet.run()
-    fleet.check_outputs(but={poison})
-    for seq in fleet.sequences:
+    fleet.check_outputs(but={f"r{poison}"})
+    for number, seq in enumerate(fleet.sequences):
         assert seq.finish is not None
-        assert (seq.finish.reason is FinishReason.ERROR) == (seq.request.request_id == poison)
-    guilty = next(seq for seq in fleet.sequences if seq.request.request_id == poison)
+        assert (seq.finish.reason is FinishReason.ERROR) == (number == poison)
+    guilty = fleet.sequences[poison]
     assert guilty.finish is not None
     assert guilty.finish.status_code is StatusCode.INTERNAL
-    assert poison in guilty.finish.message
-    assert fleet.num_deaths <= math.log2(num_seqs) + 2
+    assert f"r{poison}" in guilty.finish.message
+    assert fleet.num_deaths <= math.log2(num_seqs) + 2 + num_excuses
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), window=st.sampled_from([1, 2]), chunk=st.sampled_from([8, 64]))
+def test_one_alone_whose_executor_is_killed_elsewhere_than_before_is_not_to_blame(
+    seed: int, window: int, chunk: int
+) -> None:
+    rng = random.Random(seed)
+    fleet = Fleet(Limits(watermark=0.0, window=window), seed)
+    fleet.attach("e", max_num_batched_tokens=chunk)
+    seq = fleet.submit("r", prompt(rng.randint(2, 40)), 30)
+    first_at = rng.randint(1, len(seq.token_ids) + 20)
+
+    def dies(plan: BatchPlan) -> bool:
+        ends = [end for _, _, end in fleet.ranges(plan)]
+        if fleet.num_deaths == 0:
+            return any(end >= first_at for end in ends)
+        is_elsewhere = all(
+            end <= seq.num_proven_tokens or begin >= seq.num_tokens_at_crash
+            for _, begin, end in fleet.ranges(plan)
+        )
+        return is_elsewhere and fleet.num_deaths <= MAX_EXCUSES and rng.random() < 0.7
+
+    fleet.dies_of = dies
+    fleet.run()
+    fleet.check_outputs()
+    assert not fleet.core.inquiry
 
 
 def test_while_some_are_on_trial_newcomers_are_served_by_another_executor() -> None:

@@ -6,21 +6,23 @@ from hypothesis import strategies as st
 
 from scheduler.pace import SHORT_STEP_SECONDS, Pace, Quantile
 from scheduler.policy import Admission, Limits
+from scheduler.step_clock import StepClock
 from tests.scheduler.harness import EXECUTOR, Harness
 
 STEP = 0.05
 ROUND_TRIP = 0.002
 
 
-def steady(num_steps: int, step: float = STEP) -> tuple[Pace, float]:
+def steady(num_steps: int, step: float = STEP) -> tuple[StepClock, Pace, float]:
     """A pace after so many steps, each sent when the one before was answered; the next is just on its way."""
-    pace, now = Pace(), 0.0
+    clock, now = StepClock(), 0.0
+    pace = Pace(clock)
     for _ in range(num_steps):
-        pace.sent(now, step)
+        clock.sent(step, now)
         now += ROUND_TRIP + step
         pace.answered(now, step, ROUND_TRIP)
-    pace.sent(now, step)
-    return pace, now
+    clock.sent(step, now)
+    return clock, pace, now
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=400))
@@ -33,17 +35,18 @@ def test_a_quantile_is_that_of_the_newest(values: list[float]) -> None:
 
 
 def test_nothing_is_held_before_anything_is_known() -> None:
-    pace = Pace()
+    clock = StepClock()
+    pace = Pace(clock)
     assert pace.held_until(0.0) is None
-    pace.sent(0.0, None)
+    clock.sent(None, 0.0)
     assert pace.held_until(0.0) is None
     pace.answered(0.1, 0.05, 0.0)
-    pace.sent(0.1, None)  # the way is known, the step is not
+    clock.sent(None, 0.1)  # the way is known, the step is not
     assert pace.held_until(0.1) is None
 
 
 def test_the_plan_behind_a_step_leaves_before_its_end_less_the_way() -> None:
-    pace, began = steady(5)
+    _, pace, began = steady(5)
     until = pace.held_until(began)
     assert until is not None
     assert began + STEP / 2 < until <= began + STEP - ROUND_TRIP
@@ -51,23 +54,23 @@ def test_the_plan_behind_a_step_leaves_before_its_end_less_the_way() -> None:
 
 
 def test_short_steps_are_not_waited_for() -> None:
-    pace, began = steady(5, step=SHORT_STEP_SECONDS / 2)
+    _, pace, began = steady(5, step=SHORT_STEP_SECONDS / 2)
     assert pace.held_until(began) is None
 
 
 def test_nothing_is_held_when_nothing_runs() -> None:
-    pace, began = steady(5)
+    _, pace, began = steady(5)
     pace.answered(began + STEP, STEP, 0.0)
     assert pace.held_until(began + STEP) is None
 
 
 def test_steps_that_end_before_their_time_widen_the_margin() -> None:
-    pace, now = steady(5)
+    clock, pace, now = steady(5)
     on_time = pace.held_until(now)
     assert on_time is not None
     for _ in range(50):
         now += STEP - 0.01  # of a second less than was foretold
-        pace.sent(now - 0.001, STEP)
+        clock.sent(STEP, now - 0.001)
         pace.answered(now, STEP - 0.01, 0.0)
     until = pace.held_until(now)
     assert until is not None

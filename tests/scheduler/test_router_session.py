@@ -13,6 +13,7 @@ from scheduler.router_session import (
     SessionError,
     StepOutput,
     session_of,
+    superseded,
     touch,
 )
 from scheduler.sequence import Event, Finish, FinishReason, Sequence, State, StatusCode
@@ -278,6 +279,19 @@ def test_one_whose_end_was_told_already_is_not_ended_again_when_it_is_read_anew(
 def test_an_ack_of_what_was_never_sent_breaks_the_stream(message_id: int) -> None:
     with pytest.raises(SessionError, match=f"message {message_id} was acknowledged"):
         RouterSession("r").acked(message_id)
+
+
+def test_a_newer_stream_of_a_router_ends_its_older_ones_and_a_late_older_one_itself() -> None:
+    older, newer, other = RouterSession("r", 1), RouterSession("r", 2), RouterSession("other", 1)
+    assert superseded(newer, [older, other]) == [older]
+    assert superseded(older, [newer, other]) == [older]
+    assert superseded(other, [older, newer]) == []
+
+
+def test_streams_that_are_not_counted_end_one_another_by_what_they_read_alone() -> None:
+    """As those of a router of an earlier revision."""
+    assert superseded(RouterSession("r"), [RouterSession("r")]) == []
+    assert superseded(RouterSession("r", 2), [RouterSession("r", 2)]) == []
 
 
 def test_news_of_what_nobody_reads_is_nobodys() -> None:

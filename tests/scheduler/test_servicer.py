@@ -1,6 +1,7 @@
 """What routers see of a scheduler, over real gRPC."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -312,6 +313,28 @@ async def test_a_router_that_reads_nothing_orphans_its_sequences_all_the_same() 
 
 
 # --- orphans ------------------------------------------------------------------------------------------
+
+
+async def test_the_newest_stream_of_a_router_counts_whatever_an_older_one_still_brings(
+    shell: Shell, executor: ObedientExecutor
+) -> None:
+    executor.may_answer.clear()
+    newest = await shell.welcomed("one", stream=3)
+    await newest.submit(1, "a", [1, 2], 20)
+    await until(lambda: key_of("a") in shell.core.sequences)
+    late = await shell.connect("one", stream=2)
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await late.submit(1, "a", [1, 2], 20, accepted_before=True)
+    assert await late.ended() is grpc.StatusCode.ABORTED
+    executor.may_answer.set()
+    await until(lambda: 1 in newest.finished)
+    assert newest.ids[1] == expected_ids([1, 2], 20)
+    other = await shell.connect("another", stream=1)
+    next_one = await shell.connect("one", stream=4)
+    assert await newest.ended() is grpc.StatusCode.ABORTED
+    for router in (other, next_one):
+        await router.submit(1, "b" if router is other else "c", [1, 2], 2)
+        await until(lambda router=router: 1 in router.finished)  # type: ignore[misc]
 
 
 async def test_a_broken_stream_costs_nothing_when_the_router_comes_back(

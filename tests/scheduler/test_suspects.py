@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.suspects import Suspects
+from scheduler.suspects import MAX_EXCUSES, NUM_STEPS_TO_CLEAR, Suspects
 
 
 def run_until_quiet(
@@ -123,3 +123,29 @@ def test_other_crashes_during_a_search_wait_for_their_turn() -> None:
     for _ in range(2):
         suspects.crashed(["x", "y"])
     assert suspects.group == ["a", "b", "x", "y"]
+
+
+def test_one_alone_is_excused_where_it_was_not_hit_before_but_not_for_ever() -> None:
+    suspects: Suspects[str] = Suspects()
+    suspects.crashed(["a"])
+    for _ in range(MAX_EXCUSES):
+        assert suspects.crashed(["a"], is_elsewhere=True) is None
+    assert suspects.crashed(["a"], is_elsewhere=True) == "a"
+
+
+def test_in_company_nobody_is_excused() -> None:
+    suspects: Suspects[str] = Suspects()
+    suspects.crashed(["a", "b"])
+    suspects.crashed(["a", "b"], is_elsewhere=True)
+    assert suspects.trial == ["a"]
+
+
+def test_who_is_cleared_may_be_excused_anew() -> None:
+    suspects: Suspects[str] = Suspects()
+    for _ in range(2):
+        suspects.crashed(["a"])
+        for _ in range(MAX_EXCUSES):
+            assert suspects.crashed(["a"], is_elsewhere=True) is None
+        for _ in range(NUM_STEPS_TO_CLEAR):
+            suspects.completed("a", is_past=True)
+    assert not suspects

@@ -11,10 +11,12 @@ from router.request_log import ChoiceLog, End, FinishReason, RequestLog, Samplin
 from router.stop_strings import StopStrings
 from router.text_stream import TextStream
 from tests.rig.scripted_executor import RequestScript, Script, expected_output
+from tests.simulation.ledger import Ledger
 from tests.simulation.router_node import RouterNode
 from tests.simulation.world import World
 
 ASK_AGAIN_SECONDS = 0.02
+INTERNAL = 13  # the number of that status
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class Ask:
     priority: int = 0
     cancel_at: float | None = None
     deadline: float | None = None
+    deadly_at: int | None = None
+    """Executors die of computing this position of prompt and output."""
 
     def script(self, script: Script) -> RequestScript | None:
         """What the executors must be told, if anything."""
@@ -80,7 +84,9 @@ class Client:
     When its router is lost it goes on at another one with the ids it has.
     """
 
-    def __init__(self, world: World, ask: Ask, routers: Sequence[RouterNode], script: Script) -> None:
+    def __init__(
+        self, world: World, ask: Ask, routers: Sequence[RouterNode], script: Script, ledger: Ledger
+    ) -> None:
         """`routers`: the one it asks, then those it turns to."""
         self.ask = ask
         self.is_done = False
@@ -89,6 +95,7 @@ class Client:
         self._routers = routers
         self._num_lost = 0
         self._script = script
+        self._ledger = ledger
         self._right = undisturbed(ask, script)
         self._token_ids: list[list[int]] = [[] for _ in range(ask.n)]
         self._texts = [""] * ask.n
@@ -213,6 +220,11 @@ class Client:
             assert end == right.end, f"{name} ended by {end}, right is {right.end}"
             assert token_ids == right.token_ids, f"{name} got {token_ids}, right is {right.token_ids}"
             assert text == right.text, f"{name} reads {text!r}, right is {right.text!r}"
+        elif end.status_code == INTERNAL:
+            assert self.ask.deadly_at is not None or self._ledger.may_look_guilty(self.ask.prompt[0]), (
+                f"{name} is found guilty: {end.message}"
+            )
+            self._check_part(index)
         else:  # what remains travels in whole milliseconds, rounded down, and clocks jump forward
             early = 0.001 + self._world.seconds_jumped
             deadline = self.ask.deadline
@@ -240,4 +252,5 @@ class Client:
 
 
 def _was_refused(choice: ChoiceLog) -> bool:
-    return choice.end is not None and choice.end.reason is FinishReason.ERROR
+    end = choice.end
+    return end is not None and end.reason is FinishReason.ERROR and end.status_code != INTERNAL

@@ -1,9 +1,11 @@
 """An executor in the simulation: the real session and sequence table, a scripted model, virtual step times.
 
-A plan that does not fit is a broken law here, so it raises instead of ending the epoch.
+A plan that does not fit is a broken law here, so it raises instead of ending the epoch. Requests are known by
+the first id of their prompts.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 
 from executor import wire
 from executor.device import EpochWork, StepTimings
@@ -20,11 +22,18 @@ _STATUS = {Held: "PERMISSION_DENIED", NotOpen: "FAILED_PRECONDITION", Superseded
 class ExecutorNode:
     """One executor process, which may crash and start again."""
 
-    def __init__(self, process: Process, script: Script) -> None:
+    def __init__(self, process: Process, script: Script, deadly: Mapping[int, int]) -> None:
+        """`deadly`: it dies of computing these positions of these requests."""
         self.process = process
         self.name = process.name
         self.work: EpochWork | None = None
         self.num_steps = 0
+        self.num_deaths = 0
+        """Of what it computed."""
+        self.num_computed: Counter[int] = Counter()
+        """Tokens, by request, in all its lives."""
+        self._deadly = deadly
+        self._slow_until = 0.0
         self._world = process.world
         self._script = script
         self._rng = self._world.rng(self.name)
@@ -49,6 +58,12 @@ class ExecutorNode:
         self._session: Session[executor_pb2.StepResult] = Session(self._script.window)
         self._ends: dict[int, End] = {}
         self._device: deque[tuple[EpochWork, BatchPlan]] = deque()
+        self._reached: dict[int, tuple[int, int]] = {}  # request and next position, by seq_id
+
+    def slow_down(self, seconds: float, factor: float) -> None:
+        """Steps that begin in this time take so many times as long."""
+        self._world.note(self.name, f"is {factor:.0f} times slower for {seconds * 1000:.0f} ms")
+        self._slow_until, self._slow_factor = self._world.now + seconds, factor
 
     def crash(self) -> None:
         """As by kill -9."""
@@ -73,6 +88,7 @@ class ExecutorNode:
         self._check_term(request.scheduler_id, term)
         self._terms[epoch] = term
         self._retire()
+        self._reached = {}
         if past_epoch is not None:
             status = _STATUS[type(self._session.refusal(past_epoch))]
             for end in self._ends.values():
@@ -168,6 +184,8 @@ class ExecutorNode:
         _, plan = self._device[0]
         device = self._device
         seconds = self._rng.uniform(0.5, 1.5) * (0.004 + 0.0002 * sum(plan.num_tokens))
+        if self._world.now < self._slow_until:
+            seconds *= self._slow_factor
 
         def end_step() -> None:
             if device is self._device:  # else the process that began it is gone
@@ -178,6 +196,12 @@ class ExecutorNode:
     def _end_step(self, seconds: float) -> None:
         work, plan = self._device.popleft()
         if not work.is_over:
+            if self._is_deadly(plan):
+                self._world.note(self.name, f"dies of step {plan.step_id}")
+                self.num_deaths += 1
+                self.crash()
+                self._world.after(self._rng.uniform(0.0, 0.3), self.start)
+                return
             for new in plan.admitted:
                 self._runner.admit(new)
             result, _ = work.execute(plan)
@@ -192,6 +216,18 @@ class ExecutorNode:
                 self._ends[stream].send(message)
         if self._device:
             self._begin_step()
+
+    def _is_deadly(self, plan: BatchPlan) -> bool:
+        """Notes how far each row gets; whether one of them reaches what it dies of."""
+        for new in plan.admitted:
+            self._reached[new.seq_id] = new.token_ids[0], new.num_computed_tokens
+        is_deadly = False
+        for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
+            request, begin = self._reached[seq_id]
+            self._reached[seq_id] = request, begin + count
+            self.num_computed[request] += count
+            is_deadly |= begin <= self._deadly.get(request, -1) < begin + count
+        return is_deadly
 
 
 def _columns(seq_ids: tuple[int, ...], num_tokens: tuple[int, ...]) -> str:

@@ -1,9 +1,11 @@
-"""What breaks, and when: functions that let things happen to processes and links from now on."""
+"""What breaks, and when: each fault goes on happening, now and then, for as long as the season lasts."""
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tests.simulation.executor_node import ExecutorNode
+from tests.simulation.ledger import Ledger
 from tests.simulation.links import Link
 from tests.simulation.process import Process
 from tests.simulation.router_node import RouterNode
@@ -13,8 +15,29 @@ from tests.simulation.world import World
 Node = ExecutorNode | SchedulerNode | RouterNode
 
 
-def cut_links(world: World, links: Sequence[Link], *, mean_seconds: float, until: float) -> None:
-    """Each link loses its streams now and then, until the given time; in between it may be slow."""
+@dataclass(frozen=True, slots=True)
+class Season:
+    """From the start of the world until a given time; the ledger counts what goes wrong."""
+
+    world: World
+    until: float
+    ledger: Ledger
+
+    def now_and_then(self, name: str, mean_seconds: float, happen: Callable[[random.Random], None]) -> None:
+        rng = self.world.rng(name)
+
+        def act() -> None:
+            self.ledger.num_faults += 1
+            happen(rng)
+
+        at = rng.expovariate(1 / mean_seconds)
+        while at < self.until:
+            self.world.after(at, act)
+            at += rng.expovariate(1 / mean_seconds)
+
+
+def cut_links(season: Season, links: Sequence[Link], *, mean_seconds: float) -> None:
+    """Each link loses its streams; in between it may be slow."""
     for link in links:
 
         def happen(rng: random.Random, link: Link = link) -> None:
@@ -23,52 +46,57 @@ def cut_links(world: World, links: Sequence[Link], *, mean_seconds: float, until
             else:
                 link.cut()
 
-        _now_and_then(world, f"cuts of {link.name}", happen, mean_seconds, until)
+        season.now_and_then(f"cuts of {link.name}", mean_seconds, happen)
 
 
-def crash_nodes(world: World, nodes: Sequence[Node], *, mean_seconds: float, until: float) -> None:
-    """Each node crashes now and then and is back a moment later, with nothing in memory."""
+def crash_nodes(season: Season, nodes: Sequence[Node], *, mean_seconds: float) -> None:
+    """Each node crashes and is back a moment later, with nothing in memory."""
     for node in nodes:
 
         def happen(rng: random.Random, node: Node = node) -> None:
             if node.process.is_up:
                 node.crash()
-                world.after(rng.uniform(0.0, 0.3), node.start)
+                season.world.after(rng.uniform(0.0, 0.3), node.start)
 
-        _now_and_then(world, f"crashes of {node.process.name}", happen, mean_seconds, until)
+        season.now_and_then(f"crashes of {node.process.name}", mean_seconds, happen)
 
 
-def leave_streams(world: World, routers: Sequence[RouterNode], *, mean_seconds: float, until: float) -> None:
-    """Each router leaves its streams for new ones now and then, as when a scheduler breaks the protocol."""
+def leave_streams(season: Season, routers: Sequence[RouterNode], *, mean_seconds: float) -> None:
+    """Each router leaves its streams for new ones, as when a scheduler breaks the protocol.
+
+    What it has sent on them last may arrive behind what it sends on the new ones.
+    """
     for router in routers:
 
-        def happen(_: random.Random, router: RouterNode = router) -> None:
-            router.process.act(router.leave_streams)
+        def happen(rng: random.Random, router: RouterNode = router) -> None:
+            if rng.random() < 0.5:
+                router.hold_up_streams(rng.uniform(0.0, 0.3))
+            router.process.after(rng.uniform(0.0, 0.05), router.leave_streams)
 
-        _now_and_then(world, f"moods of {router.process.name}", happen, mean_seconds, until)
+        season.now_and_then(f"moods of {router.process.name}", mean_seconds, happen)
 
 
 def freeze_processes(
-    world: World, processes: Sequence[Process], *, mean_seconds: float, most_seconds: float, until: float
+    season: Season, processes: Sequence[Process], *, mean_seconds: float, most_seconds: float
 ) -> None:
-    """Each process stands still now and then, as if stopped, or finds that its clock has jumped."""
+    """Each process stands still, as if stopped, or finds that its clock has jumped."""
     for process in processes:
 
         def happen(rng: random.Random, process: Process = process) -> None:
             if process.is_up and not process.is_frozen:
                 if rng.random() < 0.2:
-                    process.jump_clock(rng.uniform(0.0, most_seconds / 4))
+                    process.jump_clock(rng.uniform(0.0, most_seconds / 2))
                 else:
                     process.freeze(rng.uniform(0.0, most_seconds))
 
-        _now_and_then(world, f"pauses of {process.name}", happen, mean_seconds, until)
+        season.now_and_then(f"pauses of {process.name}", mean_seconds, happen)
 
 
-def _now_and_then(
-    world: World, name: str, happen: Callable[[random.Random], None], mean_seconds: float, until: float
-) -> None:
-    rng = world.rng(name)
-    at = rng.expovariate(1 / mean_seconds)
-    while at < until:
-        world.after(at, lambda: happen(rng))
-        at += rng.expovariate(1 / mean_seconds)
+def slow_executors(season: Season, executors: Sequence[ExecutorNode], *, mean_seconds: float) -> None:
+    """Each executor is slow: a little, or so much that it is taken to hang."""
+    for node in executors:
+
+        def happen(rng: random.Random, node: ExecutorNode = node) -> None:
+            node.slow_down(rng.uniform(0.0, 0.4), rng.choice([3.0, 10.0, 100.0]))
+
+        season.now_and_then(f"slowness of {node.name}", mean_seconds, happen)

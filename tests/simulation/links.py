@@ -91,6 +91,10 @@ class End:
 
         world.at(self._arrivals, lambda: self._process.act(act, self._life))
 
+    def hold_up(self, seconds: float) -> None:
+        """What is sent to this side from now on arrives later: something was lost on the way."""
+        self._arrivals = max(self._arrivals, self._link.world.now + seconds)
+
     def ended(self, status: str) -> None:
         """The stream is over, and this side learns it now."""
         if self.is_open:

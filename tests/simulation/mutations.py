@@ -13,9 +13,19 @@ from unittest import mock
 
 from executor import session as executor_sessions
 from router import scheduler_session as router_sessions
-from scheduler import blocks, core, door, executor_session, lease, prefix_cache, room, router_session
+from scheduler import (
+    blocks,
+    core,
+    door,
+    executor_session,
+    lease,
+    prefix_cache,
+    room,
+    router_session,
+    suspects,
+)
 from scheduler import plan as plans
-from scheduler.sequence import Sequence
+from scheduler.sequence import Event, Sequence, StatusCode
 
 SEEDS = 500
 
@@ -99,6 +109,35 @@ def _reuses_seq_ids(enter: Any) -> Any:
         if seq.num_preemptions:
             state.next_seq_id -= 1
         enter(self, state, seq, *rest)
+
+    return broken
+
+
+def _releases_nobody(leave: Any) -> Any:
+    def broken(self: core.SchedulerCore, *args: Any, tell_executor: bool, **more: Any) -> None:
+        leave(self, *args, tell_executor=False, **more)
+
+    return broken
+
+
+# --- who executors die of --------------------------------------------------------------------------------
+
+
+def _finds_nobody_guilty(crashed: Any) -> Any:
+    def broken(self: suspects.Suspects[Any], rows: Any, **more: Any) -> None:
+        crashed(self, rows, **more)
+
+    return broken
+
+
+def _excuses_nobody(_: Any) -> Any:
+    return lambda self, item: False
+
+
+def _ends_all_choices_as_if_executors_knew(end: Any) -> Any:
+    def broken(self: core.SchedulerCore, seq: Sequence, finish: Any, event: Any) -> None:
+        is_guilty = finish.status_code is StatusCode.INTERNAL and event is Event.ABORT
+        end(self, seq, finish, Event.FAIL if is_guilty else event)
 
     return broken
 
@@ -202,6 +241,10 @@ def _starts_a_token_late(attach: Any) -> Any:
     return broken
 
 
+def _no_stream_is_newer(_: Any) -> Any:
+    return lambda self, other: False
+
+
 def _any_ids_continue(_: Any) -> Any:
     return lambda seq, output_token_ids: True
 
@@ -263,7 +306,7 @@ def _never_steps_down(_: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a plan is not sent again", executor_session.ExecutorSession, "resend", _resends_nothing, 2),
+    Mutation("a plan is not sent again", executor_session.ExecutorSession, "resend", _resends_nothing, 83),
     Mutation(
         "the older of two plans is not sent again",
         executor_session.ExecutorSession,
@@ -275,9 +318,19 @@ MUTATIONS = (
         "a result is applied twice", executor_session.ExecutorSession, "received", _applies_results_twice, 7
     ),
     Mutation("a result is not acknowledged", core.SchedulerCore, "_plan", _acknowledges_nothing, 0),
-    Mutation("a release is forgotten", core.SchedulerCore, "_plan", _forgets_releases, 1),
+    Mutation("a release is forgotten", core.SchedulerCore, "_plan", _forgets_releases, 2),
     Mutation("ghosts are forgotten", core.SchedulerCore, "_plan", _forgets_ghosts, 0),
     Mutation("a seq_id is used twice", core.SchedulerCore, "_enter", _reuses_seq_ids, 105),
+    Mutation("who is given up is not released", core.SchedulerCore, "_leave", _releases_nobody, 2),
+    Mutation("nobody is found guilty", suspects.Suspects, "crashed", _finds_nobody_guilty, 16),
+    Mutation("nobody is excused", suspects.Suspects, "_is_excused", _excuses_nobody, 20),
+    Mutation(
+        "a guilty request's choices elsewhere go on",
+        core.SchedulerCore,
+        "_end",
+        _ends_all_choices_as_if_executors_knew,
+        262,
+    ),
     Mutation("a plan of any epoch is run", executor_sessions.Session, "receive", _takes_any_epoch, 20),
     Mutation("a lower term is accepted", executor_sessions.Session, "open", _grants_lower_terms, 200),
     Mutation(
@@ -310,7 +363,14 @@ MUTATIONS = (
     Mutation(
         "a cursor starts a token early", router_session.RouterSession, "attach", _starts_a_token_early, 2
     ),
-    Mutation("a cursor starts a token late", router_session.RouterSession, "attach", _starts_a_token_late, 0),
+    Mutation("a cursor starts a token late", router_session.RouterSession, "attach", _starts_a_token_late, 9),
+    Mutation(
+        "an older stream of a router is listened to",
+        router_session.RouterSession,
+        "is_newer_than",
+        _no_stream_is_newer,
+        76,
+    ),
     Mutation("a reader goes on with whatever runs", core, "_continues", _any_ids_continue, 2),
     Mutation("the accepted are refused for load", door, "check", _refuses_the_accepted_for_load, 12),
     Mutation(

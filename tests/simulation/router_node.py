@@ -94,6 +94,11 @@ class RouterNode:
     def _release(self, log: RequestLog, end: ChoiceEnd) -> None:
         self._pool.release(log, end)
 
+    def hold_up_streams(self, seconds: float) -> None:
+        """What it sends on its present streams is held up for a while."""
+        for member in self._members:
+            member.hold_up_stream(seconds)
+
     def leave_streams(self) -> None:
         """Gives up every stream, for a new one."""
         for member in self._members:
@@ -174,12 +179,15 @@ class _Member:
         end.on_end = self._disconnected
         self.pump()
 
+    def hold_up_stream(self, seconds: float) -> None:
+        if self._end is not None:
+            self._end.peer.hold_up(seconds)
+
     def give_up_stream(self) -> None:
-        """Leaves the stream for a new one; what the scheduler has sent comes all the same, for a moment."""
+        """Leaves the stream for a new one; what is under way on it comes all the same, for a moment."""
         end = self._end
         if end is None:
             return
-        end.peer.cut()
         self._process.after(STALE_SECONDS, end.close)
         end.on_end = lambda _: None
         self._disconnected("it was left")

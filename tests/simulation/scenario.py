@@ -3,12 +3,15 @@
 every accepted request ends exactly once, with the ids and the text of the undisturbed run   clients
 a plan sent again is the same bytes; plans fit what the executor knows                       executor_node
 no step runs twice, none of an older term; no seq_id is used twice in an epoch               executor_node
+executors that hang are given up, and no innocent is found guilty of it                      clients, ledger
 no term is led at twice; nobody is preempted with a result outstanding                       scheduler_node
 what is given up is released within window + 1 plans and computed no more                    scheduler_node
 blocks, queue and batch agree after each event                                               scheduler.audit
+each fault costs a request one more computation at most; who is deadly kills few executors   here
 a moment after the last fault nobody holds anything: no block, sequence, ghost, record       here
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +23,7 @@ from tests.rig.scripted_executor import Script
 from tests.simulation import faults
 from tests.simulation.clients import Ask, Client
 from tests.simulation.executor_node import ExecutorNode
+from tests.simulation.ledger import Ledger
 from tests.simulation.links import Delay, Link
 from tests.simulation.process import Process
 from tests.simulation.router_node import RouterNode
@@ -30,6 +34,7 @@ FAULTS_UNTIL_SECONDS = 1.5
 N = TypeVar("N", ExecutorNode, SchedulerNode)
 LEASE_SECONDS = 0.4
 RECOVERY_SECONDS = 10.0
+POISONED_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,15 @@ class Shape:
             pauses_every_seconds=rng.choice([None, None, 0.6]),
         )
 
+    def with_poison(self, rng: random.Random) -> "Shape":
+        """In some worlds executors die of computing one of the requests."""
+        if rng.random() >= POISONED_SHARE:
+            return self
+        number = rng.randrange(len(self.asks))
+        ask = self.asks[number]
+        deadly = replace(ask, deadly_at=rng.randrange(len(ask.prompt) + ask.max_tokens))
+        return replace(self, asks=(*self.asks[:number], deadly, *self.asks[number + 1 :]))
+
 
 def _draw_ask(rng: random.Random, name: str, at: float) -> Ask:
     max_tokens = rng.choice([1, 2, rng.randint(3, 24), rng.randint(16, 24)])
@@ -129,15 +143,17 @@ class Scenario:
 
     def __init__(self, seed: int) -> None:
         self.world = world = World(seed)
-        self.shape = shape = Shape.draw(world.rng("shape"))
+        self.shape = shape = Shape.draw(world.rng("shape")).with_poison(world.rng("poison"))
+        self.ledger = ledger = Ledger()
         world.note("scenario", str(replace(shape, asks=(), script=replace(shape.script, requests=()))))
         executors = [Process(world, f"executor{number}") for number in range(shape.num_executors)]
         schedulers = [Process(world, f"scheduler{number}") for number in range(shape.num_schedulers)]
         routers = [Process(world, f"router{number}") for number in range(shape.num_routers)]
-        self.executors = [ExecutorNode(process, shape.script) for process in executors]
+        deadly = {ask.prompt[0]: ask.deadly_at for ask in shape.asks if ask.deadly_at is not None}
+        self.executors = [ExecutorNode(process, shape.script, deadly) for process in executors]
         self.lease = SharedLease(LEASE_SECONDS) if shape.num_schedulers > 1 else None
         self.schedulers = [
-            SchedulerNode(process, shape.limits, self._ways(process, self.executors), self.lease)
+            SchedulerNode(process, shape.limits, self._ways(process, self.executors), self.lease, ledger)
             for process in schedulers
         ]
         self.routers = [
@@ -145,32 +161,30 @@ class Scenario:
             for process in routers
         ]
         self.clients = [
-            Client(world, ask, self.routers[number % shape.num_routers :] + self.routers, shape.script)
+            Client(
+                world, ask, self.routers[number % shape.num_routers :] + self.routers, shape.script, ledger
+            )
             for number, ask in enumerate(shape.asks)
         ]
         world.laws += [node.check_laws for node in self.schedulers]
         world.after(FAULTS_UNTIL_SECONDS, lambda: world.note("scenario", "no more faults"))
         links = list(dict.fromkeys(link for process in [*schedulers, *routers] for link in process.links))
-        if shape.cuts_every_seconds is not None:
-            faults.cut_links(world, links, mean_seconds=shape.cuts_every_seconds, until=FAULTS_UNTIL_SECONDS)
-            faults.leave_streams(
-                world, self.routers, mean_seconds=2 * shape.cuts_every_seconds, until=FAULTS_UNTIL_SECONDS
-            )
+        season = faults.Season(world, FAULTS_UNTIL_SECONDS, ledger)
+        if (every_seconds := shape.cuts_every_seconds) is not None:
+            faults.cut_links(season, links, mean_seconds=every_seconds)
+            faults.leave_streams(season, self.routers, mean_seconds=2 * every_seconds)
         for nodes, every_seconds in (
             (self.executors, shape.executor_crashes_every_seconds),
             (self.schedulers, shape.scheduler_crashes_every_seconds),
             (self.routers, shape.router_crashes_every_seconds),
         ):
             if every_seconds is not None:
-                faults.crash_nodes(world, nodes, mean_seconds=every_seconds, until=FAULTS_UNTIL_SECONDS)
-        if shape.pauses_every_seconds is not None:
-            faults.freeze_processes(
-                world,
-                [*executors, *schedulers, *routers],
-                mean_seconds=shape.pauses_every_seconds,
-                most_seconds=2 * LEASE_SECONDS,
-                until=FAULTS_UNTIL_SECONDS,
-            )
+                faults.crash_nodes(season, nodes, mean_seconds=every_seconds)
+        if (every_seconds := shape.pauses_every_seconds) is not None:
+            processes = [*executors, *schedulers, *routers]
+            most_seconds = 2 * LEASE_SECONDS
+            faults.freeze_processes(season, processes, mean_seconds=every_seconds, most_seconds=most_seconds)
+            faults.slow_executors(season, self.executors, mean_seconds=every_seconds)
 
     def _ways(self, client: Process, servers: Sequence[N]) -> list[tuple[N, Link]]:
         """Each of these nodes, with a link from `client` to it."""
@@ -187,6 +201,19 @@ class Scenario:
         """From start to quiet. Raises SimulationError."""
         self.world.run(lambda: all(client.is_done for client in self.clients), self.shape.limit_seconds)
         self.world.run(self._is_quiet, self.shape.limit_seconds)
+        self.world.check(self._check_cost)
+
+    def _check_cost(self) -> None:
+        """Laws: what is computed again, and how many executors a request can kill."""
+        num_choices = sum(ask.n for ask in self.shape.asks)
+        num_faults, num_deaths = self.ledger.num_faults, sum(node.num_deaths for node in self.executors)
+        most_deaths = (1 + num_faults) * (math.log2(num_choices) + 2)
+        assert num_deaths <= most_deaths, f"{num_deaths} executors died of one of {num_choices}"
+        for ask in self.shape.asks:
+            computed = sum(node.num_computed[ask.prompt[0]] for node in self.executors)
+            num_losses = num_faults + num_deaths + self.ledger.num_preemptions[ask.prompt[0]]
+            most = ask.n * (len(ask.prompt) + ask.max_tokens) * (1 + num_losses)
+            assert computed <= most, f"{computed} tokens of {ask.name} were computed, {most} may be"
 
     def _is_quiet(self) -> bool:
         """Whether one scheduler leads and nobody holds anything any more."""

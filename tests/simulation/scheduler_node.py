@@ -15,18 +15,22 @@ from scheduler.lease import Lease, Record, Role
 from scheduler.parts import PartAssembler
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.policy import Limits
-from scheduler.router_session import RouterSession, session_of, touch
+from scheduler.router_session import RouterSession, session_of, superseded, touch
 from scheduler.rows import Rows
-from scheduler.sequence import Finish, FinishReason, StatusCode
+from scheduler.sequence import Event, Finish, FinishReason, StatusCode
 from scheduler.sequence import Sequence as Seq
 from tests.simulation.executor_node import ExecutorNode
+from tests.simulation.ledger import Ledger
 from tests.simulation.links import UNAVAILABLE, End, Link
 from tests.simulation.process import Process
 
 RETRY_SECONDS = 0.05
 REATTACH_SECONDS = 1.0
+STEP_TIMEOUT_SECONDS = 0.3
+READING_SECONDS = 0.01
+MIN_LOOK_SECONDS = 0.005
 ACTS_A_CHECK = 5
-HELD, NOT_OPEN = "PERMISSION_DENIED", "FAILED_PRECONDITION"
+HELD, NOT_OPEN, ABORTED = "PERMISSION_DENIED", "FAILED_PRECONDITION", "ABORTED"
 IN_USE_ELSEWHERE = Finish(FinishReason.ERROR, status_code=StatusCode.ALREADY_EXISTS)
 
 
@@ -60,20 +64,35 @@ class SharedLease:
 class WatchedCore(SchedulerCore):
     """The core, with the laws that only show between its calls."""
 
-    def watch(self) -> None:
+    def watch(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._given_up: dict[tuple[str, int, int], int] = {}  # executor, epoch, seq_id: newest plan then
 
     def preempt(self, state: ExecutorState, seq: Seq, why: str) -> None:
         assert not state.session.unanswered, f"{seq.request.request_id} is preempted with a result out"
+        self._ledger.num_preemptions[seq.token_ids[0]] += 1
         super().preempt(state, seq, why)
 
-    def cancel(self, key: bytes, reason: FinishReason, now: float) -> Seq | None:
-        seq = self.sequences.get(key)
-        state = self.executors.get(seq.executor_id) if seq is not None and seq.seq_id else None
-        if seq is not None and state is not None and state.running.get(seq.seq_id) is seq:
+    def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Seq]:
+        state = self.executors[executor_id]
+        if is_crash:
+            for seq in state.running.values():
+                planned = sum(
+                    count
+                    for plan in state.session.unanswered
+                    for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True)
+                    if seq_id == seq.seq_id
+                )
+                if planned:
+                    end = seq.num_computed_tokens
+                    self._ledger.hit(seq.token_ids[0], end - planned, end)
+        return super().detach(executor_id, now, is_crash=is_crash)
+
+    def _end_running(self, state: ExecutorState, seq: Seq, finish: Finish, event: Event) -> None:
+        if event in {Event.ABORT, Event.EXPIRE}:
             session = state.session
             self._given_up[state.executor_id, session.epoch, seq.seq_id] = session.last_step_id
-        return super().cancel(key, reason, now)
+        super()._end_running(state, seq, finish, event)
 
     def _plan(self, state: ExecutorState, rows: Rows) -> BatchPlan | None:
         plan = super()._plan(state, rows)
@@ -105,8 +124,10 @@ class SchedulerNode:
         limits: Limits,
         executors: Sequence[tuple[ExecutorNode, Link]],
         lease: SharedLease | None,
+        ledger: Ledger,
     ) -> None:
         """`executors`: with the way to each. With a lease it leads or stands by."""
+        self._ledger = ledger
         self.process = process
         self.name = process.name
         self.world = process.world
@@ -135,7 +156,7 @@ class SchedulerNode:
         """A new process, which remembers nothing."""
         self.process.start()
         self.core = WatchedCore(self._limits, padding_sampling=wire.padding_sampling())
-        self.core.watch()
+        self.core.watch(self._ledger)
         self.capacity: Capacity | None = None
         self.term = 0
         self.num_step_downs = 0
@@ -224,7 +245,11 @@ class SchedulerNode:
     # --- what the shell does between the calls of the core ------------------------------------------------
 
     def join(self, session: RouterSession, stream: "_RouterStream") -> None:
+        over = superseded(session, self._routers)
         self._routers[session] = stream
+        for older in over:
+            older.is_superseded = True
+            self._routers[older].flush()
 
     def leave(self, session: RouterSession) -> None:
         if session in self._routers:
@@ -252,6 +277,8 @@ class SchedulerNode:
     def _clock_jumped(self) -> None:
         self._timer_at = None
         self._arm_timer()
+        for peer in self._peers:
+            peer.look_at_steps()
 
     def _arm_timer(self) -> None:
         due = self.core.next_timer
@@ -290,9 +317,11 @@ class _RouterStream:
 
     def _receive(self, message: scheduler_pb2.RouterMessage) -> None:
         scheduler = self._scheduler
+        if self._session is not None and self._session.is_superseded:
+            return
         match message.WhichOneof("message"):
             case "hello":
-                self._session = RouterSession(message.hello.router_id)
+                self._session = RouterSession(message.hello.router_id, message.hello.stream)
                 scheduler.join(self._session, self)
             case "submit":
                 self._submit(message.submit)
@@ -353,6 +382,10 @@ class _RouterStream:
         session, scheduler = self._session, self._scheduler
         if session is None or not self._end.is_open:
             return
+        if session.is_superseded:
+            self._end.close(ABORTED)
+            scheduler.leave(session)
+            return
         if self._is_welcomed and self._num_step_downs != scheduler.num_step_downs:
             self._end.close(UNAVAILABLE)
             scheduler.leave(session)
@@ -384,6 +417,9 @@ class _ExecutorPeer:
         self._is_over = False  # the scheduler leads no longer
         self._end: End | None = None
         self._broken_since: float | None = None
+        self._num_late = 0  # epochs in a row whose first step was late
+        self._look_at: float | None = None  # when to look again whether a step is late
+        self._plans_at: float | None = None  # when to ask again for a plan
 
     def open(self) -> None:
         """Takes the executor over, sooner or later."""
@@ -399,6 +435,7 @@ class _ExecutorPeer:
         self._is_over = True
         if self._end is not None:
             self._end.close()
+            self._end = None
         if self._node.name in self._scheduler.core.executors:
             self._scheduler.core.detach(self._node.name, self._scheduler.now)
 
@@ -416,7 +453,7 @@ class _ExecutorPeer:
         scheduler.capacity = wire.capacity_of(response)
         scheduler.term = max(scheduler.term, response.term)
         misfits = scheduler.core.attach(self._node.name, response.epoch, scheduler.capacity, scheduler.now)
-        self._broken_since = None
+        self._broken_since = self._look_at = None
         scheduler.serving_changed()
         scheduler.deliver(misfits)
         self._connect()
@@ -428,20 +465,66 @@ class _ExecutorPeer:
         end = self._end = self._link.connect(self._node.accept)
         end.on_message = self._receive
         end.on_end = self._stream_ended
-        session = self._scheduler.core.executors[self._node.name].session
-        for plan in session.resend():
+        state = self._state
+        state.is_away = False
+        state.clock.resumed(self._scheduler.now)
+        for plan in state.session.resend():
             self._scheduler.world.note(self._scheduler.name, f"sends step {plan.step_id} again")
             end.send(wire.plan_message(plan))
         self.send_plans()
 
+    @property
+    def _state(self) -> ExecutorState:
+        return self._scheduler.core.executors[self._node.name]
+
     def send_plans(self) -> None:
         """As many as the core has and the window lets through."""
-        core = self._scheduler.core
-        while (
-            self._end is not None
-            and (plan := core.schedule(self._node.name, self._scheduler.now)) is not None
-        ):
+        if self._end is None:
+            return
+        scheduler = self._scheduler
+        while (plan := scheduler.core.schedule(self._node.name, scheduler.now)) is not None:
             self._end.send(wire.plan_message(plan))
+        state = self._state
+        for look_at in (state.look_again_at, state.held_until):
+            if look_at is not None:
+                self._plan_again_at(max(look_at, scheduler.now + MIN_LOOK_SECONDS))
+        self.look_at_steps()
+
+    def _plan_again_at(self, when: float) -> None:
+        now = self._scheduler.now
+        if self._plans_at is None or not now < self._plans_at <= when:
+            self._plans_at = when
+            self._scheduler.process.after(when - now, self.send_plans)
+
+    def look_at_steps(self) -> None:
+        """Sees to it that a step that is late is noticed; a result may be here and not be read yet."""
+        scheduler = self._scheduler
+        if self._end is None:
+            return
+        state = self._state
+        late_at = state.clock.late_at(STEP_TIMEOUT_SECONDS * 2.0**self._num_late)
+        if late_at is None:
+            return
+        if scheduler.now >= late_at:
+            step = state.session.epoch, state.session.unanswered[0].step_id
+            scheduler.process.after(READING_SECONDS, lambda: self._give_up_late(step))
+        elif self._look_at is None or not scheduler.now < self._look_at <= late_at:
+            self._look_at = late_at
+            scheduler.process.after(late_at - scheduler.now, self.look_at_steps)
+
+    def _give_up_late(self, step: tuple[int, int]) -> None:
+        if self._end is None:
+            return
+        session = self._state.session
+        if not session.unanswered or (session.epoch, session.unanswered[0].step_id) != step:
+            return
+        self._num_late = 0 if session.acked_step_id else min(self._num_late + 1, 8)
+        self._scheduler.world.note(
+            self._scheduler.name, f"gives {self._node.name} up: step {step[1]} is late"
+        )
+        self._end.close()
+        self._end = None
+        self._lose(is_crash=True)
 
     def _receive(self, message: executor_pb2.StepResult) -> None:
         self._broken_since = None
@@ -455,6 +538,7 @@ class _ExecutorPeer:
             return
         scheduler = self._scheduler
         self._end = None
+        self._state.is_away = True
         if status == UNAVAILABLE:
             self._broken_since = scheduler.now if self._broken_since is None else self._broken_since
             if scheduler.now - self._broken_since < REATTACH_SECONDS:
@@ -464,8 +548,13 @@ class _ExecutorPeer:
         if status == HELD:
             scheduler.fenced()
             return
+        self._lose(is_crash=True)
+
+    def _lose(self, *, is_crash: bool) -> None:
+        scheduler = self._scheduler
         scheduler.world.note(scheduler.name, f"has lost {self._node.name}")
-        scheduler.core.detach(self._node.name, scheduler.now)
+        ended = scheduler.core.detach(self._node.name, scheduler.now, is_crash=is_crash)
         scheduler.serving_changed()
+        scheduler.deliver(ended)
         scheduler.changed()
         self.open()

@@ -60,6 +60,13 @@ class World:
         except Exception as error:
             raise SimulationError(self._report(error)) from error
 
+    def check(self, law: Callable[[], None]) -> None:
+        """Asks one law, at the end. Raises SimulationError."""
+        try:
+            law()
+        except AssertionError as error:
+            raise SimulationError(self._report(error)) from error
+
     @property
     def digest(self) -> str:
         """Equal for two runs that did the same."""
