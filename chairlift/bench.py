@@ -19,6 +19,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="chairlift bench",
         usage="chairlift bench KIND …",
+        description="Measures a model or a running server; anyone can, on their own.",
         epilog="\n".join(["kinds:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, router_at
+from chairlift.flag_numbers import positive, whole
 from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, read_trace, report, until
 from chairlift.results import ChairliftError
 from protos.v1 import common_pb2, router_pb2
@@ -71,37 +72,21 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(parser)
     parser.add_argument("--url", help="an OpenAI server instead: http://HOST:PORT/v1 or unix:PATH")
     parser.add_argument("--model", default="", help="the model's name (default: the server's first)")
-    parser.add_argument("--rate", type=_positive, help="requests a second (default: the trace's own times)")
+    parser.add_argument("--rate", type=positive, help="requests a second (default: the trace's own times)")
     parser.add_argument("--trace", type=Path, help="a CSV file: arrival_s, prompt_tokens, output_tokens")
-    parser.add_argument("--max-in", type=_whole, default=512, help="longest prompt, tokens (default: 512)")
-    parser.add_argument("--max-out", type=_whole, default=128, help="longest output, tokens (default: 128)")
-    parser.add_argument("--duration", type=_positive, help="seconds in which requests come")
-    parser.add_argument("--num-requests", type=_whole, help="most requests")
-    parser.add_argument("--timeout", type=_positive, default=600.0, help="for each, seconds (default: 600)")
-    parser.add_argument("--ttft-limit", type=_positive, help="goodput: most seconds to the first token")
-    parser.add_argument("--itl-limit", type=_positive, help="goodput: most seconds a token after the first")
-    parser.add_argument(
-        "--vocab-size", type=_whole, help="ids are below it (default: the model's, or 32,000)"
-    )
+    parser.add_argument("--max-in", type=whole, default=512, help="longest prompt, tokens (default: 512)")
+    parser.add_argument("--max-out", type=whole, default=128, help="longest output, tokens (default: 128)")
+    parser.add_argument("--duration", type=positive, help="seconds in which requests come")
+    parser.add_argument("--num-requests", type=whole, help="most requests")
+    parser.add_argument("--timeout", type=positive, default=600.0, help="for each, seconds (default: 600)")
+    parser.add_argument("--ttft-limit", type=positive, help="goodput: most seconds to the first token")
+    parser.add_argument("--itl-limit", type=positive, help="goodput: most seconds a token after the first")
+    parser.add_argument("--vocab-size", type=whole, help="ids are below it (default: the model's, or 32,000)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same load (default: 0)")
     parser.add_argument("--warm-up", type=int, default=2, help="requests before the load (default: 2)")
     parser.add_argument("--result", type=Path, help="a JSON file to write")
     parser.add_argument("--plot", type=Path, help="a PNG file to draw")
     return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 def _dues(options: argparse.Namespace) -> list[Due]:

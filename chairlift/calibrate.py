@@ -17,6 +17,7 @@ from pathlib import Path
 
 import grpc
 
+from chairlift.about import about
 from chairlift.lab.fit import Fit, FitError, Measured, fit
 from chairlift.step_driver import Epoch, ExecutorDriver, Failure, Stream, ended_by
 from protos.v1 import common_pb2, executor_pb2
@@ -180,7 +181,7 @@ def main(argv: list[str]) -> int:
     """Measures, prints the errors of the fit, writes the prices; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="chairlift calibrate",
-        description=__doc__.partition(": ")[2],
+        description=about(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the executor")

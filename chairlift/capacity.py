@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from chairlift.about import about
 from chairlift.lab.capacity import Targets, TargetsError, fewest_executors, highest_rate
 from chairlift.lab.loads import LoadError
 from chairlift.lab.run import Summary, settle, simulate
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
     """Searches; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="chairlift capacity",
-        description=__doc__.partition(": ")[2],
+        description=about(__doc__),
         epilog="With --rate it tells how many executors that rate needs; without, the highest rate.",
     )
     add_flags(parser, default_requests=2000)

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from chairlift.about import about
 from chairlift.calls import Router, router_at
 from chairlift.figures import Answer, figures
 from chairlift.own_service import own_service
@@ -66,7 +67,7 @@ class Run:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 when every question was answered three times."""
-    parser = argparse.ArgumentParser(prog="chairlift demo", description=__doc__.partition(": ")[2])
+    parser = argparse.ArgumentParser(prog="chairlift demo", description=about(__doc__))
     parser.add_argument(
         "--model", default="smollm2", help="what `chairlift serve --model` takes (%(default)s)"
     )

@@ -7,18 +7,19 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from chairlift.about import about
 from chairlift.calls import Router, add_flags, from_flags, router_at
 from chairlift.results import ChairliftError
 from protos.v1 import router_pb2
 from rpc.address import AddressError
 
-_BAR_CHARACTERS = 24
+_BAR_CHARACTERS = 12
 
 
 def main(argv: list[str]) -> int:
     """Asks the router and prints the time line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="chairlift explain", description=__doc__.partition(": ")[2])
-    parser.add_argument("request_id", help="the id that Accepted told")
+    parser = argparse.ArgumentParser(prog="chairlift explain", description=about(__doc__))
+    parser.add_argument("request_id", help="the id that was given with the request, or that the answer told")
     parser.add_argument(
         "--tenant", default="", help="whose request it is, for an admin's key; default: the key's own"
     )
@@ -42,9 +43,9 @@ async def _ask(router: Router, request_id: str, tenant: str) -> router_pb2.Expla
 def table(response: router_pb2.ExplainResponse) -> Table:
     """One row a stretch, with its share of the whole drawn as a bar."""
     total = max((entry.start_seconds + entry.duration_seconds for entry in response.entries), default=0.0)
-    result = Table(
-        "choice", "from s", "for s", "share", "reason", "step", "detail", title=response.request_id
-    )
+    result = Table(title=response.request_id)
+    for name in ("choice", "from s", "for s", "share", "reason", "step", "detail"):
+        result.add_column(name, no_wrap=name not in {"share", "detail"})
     for entry in response.entries:
         width = round(_BAR_CHARACTERS * entry.duration_seconds / total) if total else 0
         result.add_row(

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     held.add_argument("--json-schema", help="the answer is JSON under this schema; {} is any object")
     held.add_argument("--regex", help="the whole answer matches this regular expression")
     held.add_argument("--choice", action="append", help="the answer is one of these; may be repeated")
-    parser.add_argument("--n", type=int, default=1, help="how many answers (default: 1)")
+    parser.add_argument("--n", type=int, default=1, help="how many answers (default: %(default)s)")
     parser.add_argument("--timeout", type=float, help="give up after so many seconds")
     add_flags(parser)
     return parser

@@ -46,7 +46,7 @@ def fetch(model: HubModel, *, shows_progress: bool) -> Path:
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
         raise StartError(
-            f"pull: {model.repository} is a name of the Hugging Face hub, and its library is not installed: "
+            f"{model.repository} is a name of the Hugging Face hub, and its library is not installed: "
             "pip install 'chairlift[hub]'"
         ) from error
     if not shows_progress:
@@ -61,10 +61,10 @@ def fetch(model: HubModel, *, shows_progress: bool) -> Path:
         )
     except (OSError, ValueError) as error:  # what the library raises for the network, the cache and the name
         reason = " ".join(str(error).split())
-        raise StartError(f"pull: {model.repository} could not be fetched from the hub: {reason}") from error
+        raise StartError(f"{model.repository} could not be fetched from the hub: {reason}") from error
     if not any(folder.glob("*.safetensors")):
         raise StartError(
-            f"pull: {model.repository} has no .safetensors files; for a GGUF file of it, write "
+            f"{model.repository} has no .safetensors files; for a GGUF file of it, write "
             f"{model.repository}/FILE.gguf"
         )
     return folder

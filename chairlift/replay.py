@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from chairlift.about import about
 from chairlift.lab.changes import add_flags, change_of
 from chairlift.lab.fit import FitError
 from chairlift.lab.replay import DifferentError, Report, UnreadableError, replay_file
@@ -26,7 +27,8 @@ def main(argv: list[str]) -> int:
         if change is not None:
             Console().print(_compared(report, change))
     except (UnreadableError, FitError, OSError) as error:
-        print(f"chairlift replay: {options.record}: {error}", file=sys.stderr)
+        why = error.strerror if isinstance(error, OSError) else error
+        print(f"chairlift replay: {options.record}: {why}", file=sys.stderr)
         return 2
     except DifferentError as error:
         print(f"chairlift replay: {options.record}: the plans differ. {error}", file=sys.stderr)
@@ -39,7 +41,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="chairlift replay",
-        description=__doc__.partition(": ")[2],
+        description=about(__doc__),
         epilog="With any of the settings, the recorded load is run under them besides (docs/lab.md).",
     )
     parser.add_argument("record", type=Path, metavar="FILE", help="what a scheduler wrote with --record")

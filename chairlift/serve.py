@@ -33,7 +33,7 @@ _KILL_AFTER_SECONDS = 5.0
 
 
 class ServeSettings(Settings):
-    """What `chairlift serve` takes. A flag that is not given is the service's own default."""
+    """Flags and CHAIRLIFT_ environment variables; what is not given is the service's own default."""
 
     model: str = Field(description="A folder, a GGUF file, or the name of a pulled model such as smollm2.")
     listen: str = Field(
@@ -60,7 +60,9 @@ class ServeSettings(Settings):
     )
     max_num_seqs: int | None = Field(default=None, description="Most sequences in a batch.")
     max_num_batched_tokens: int | None = Field(default=None, description="Most tokens in one step.")
-    max_step_ms: float | None = Field(default=None, description="Longest step while anything decodes, ms.")
+    max_step_ms: float | None = Field(
+        default=None, description="Wanted duration of a step while anything decodes, ms."
+    )
     window: int | None = Field(default=None, description="Most plans under way at once: 1 or 2.")
     late_plans: bool | None = Field(
         default=None, description="Whether plans leave as late as they can (default: yes)."
@@ -103,7 +105,8 @@ class ServeSettings(Settings):
         default=None, description="Most tokens when a request does not say."
     )
     recovery_timeout: float | None = Field(
-        default=None, description="How long a request waits for a lost scheduler, seconds."
+        default=None,
+        description="How long a running request waits for what was lost, scheduler or executor, seconds.",
     )
     client_stall_seconds: float | None = Field(
         default=None, description="A client that takes nothing for this long is cut."
@@ -169,7 +172,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "model_name": ("router",),
     "generation_config": ("router",),
     "default_max_tokens": ("router",),
-    "recovery_timeout": ("router",),
+    "recovery_timeout": ("scheduler", "router"),
     "client_stall_seconds": ("router",),
     "traces": ALL,
     "trace_steps": ("executor",),

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from chairlift.about import about
+from chairlift.flag_numbers import positives
 from chairlift.lab import pictures
 from chairlift.lab.loads import Load, LoadError
 from chairlift.lab.loop import Arrival
@@ -25,7 +27,7 @@ def main(argv: list[str]) -> int:
     """Simulates each scheme asked for; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="chairlift simulate",
-        description=__doc__.partition(": ")[2],
+        description=about(__doc__),
         epilog="docs/lab.md shows a few runs; docs/papers.md what papers claim, and what comes out here.",
     )
     add_flags(parser, default_requests=1000)
@@ -36,7 +38,7 @@ def main(argv: list[str]) -> int:
         help="who schedules; may be given several times; default chairlift",
     )
     parser.add_argument(
-        "--rates", type=_rates, metavar="R,R,…", help="each scheme at each of these requests a second"
+        "--rates", type=positives, metavar="R,R,…", help="each scheme at each of these requests a second"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures")
     parser.add_argument(
@@ -77,13 +79,6 @@ def main(argv: list[str]) -> int:
 
 
 Run = tuple[list[Summary], dict[str, pictures.Watcher]]
-
-
-def _rates(text: str) -> list[float]:
-    rates = sorted({float(part) for part in text.split(",")})
-    if not all(0 < rate < 1e9 for rate in rates):  # noqa: PLR2004 - rates, and no infinity
-        raise argparse.ArgumentTypeError(f"{text!r} has a rate that is not above 0")
-    return rates
 
 
 def _figures(rates: list[float] | None, runs: list[Run]) -> list[dict[str, object]]:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from chairlift.about import about
 from chairlift.calls import Router, add_flags, from_flags, router_at
 from chairlift.results import ChairliftError
 from protos.v1 import router_pb2
@@ -18,7 +19,7 @@ def main(argv: list[str]) -> int:
     """Asks the router and prints what it knows; returns 0 when requests are served, else 1."""
     parser = argparse.ArgumentParser(
         prog="chairlift status",
-        description=f"{__doc__.partition(': ')[2]} Exit code 1 when no requests are served.",
+        description=f"{about(__doc__)} Exit code 1 when no requests are served.",
     )
     add_flags(parser)
     options = parser.parse_args(argv)
@@ -39,7 +40,10 @@ async def _ask(router: Router) -> router_pb2.GetStatusResponse:
 
 def table(status: router_pb2.GetStatusResponse, address: str) -> Table:
     """One row a process: the router, below it its schedulers, below each of them its executors."""
-    result = Table("process", "state", "version", "running", "waiting", "KV blocks", "last step")
+    result = Table()
+    result.add_column("process", overflow="fold")  # an address is of use only when it is whole
+    for name in ("state", "version", "running", "waiting", "KV blocks", "last step"):
+        result.add_column(name)
     _add(
         result,
         f"router {address}",

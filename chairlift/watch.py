@@ -5,6 +5,7 @@ import asyncio
 import signal
 import sys
 
+from chairlift.about import about
 from chairlift.calls import Router, add_flags, from_flags, router_at
 from chairlift.results import ChairliftError
 from chairlift.seats import Member, Seats, Step
@@ -28,7 +29,7 @@ def step_of(summary: router_pb2.StepSummary) -> Step:
 
 def main(argv: list[str]) -> int:
     """Follows until Ctrl-C or until the router is gone; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="chairlift watch", description=__doc__.partition(": ")[2])
+    parser = argparse.ArgumentParser(prog="chairlift watch", description=about(__doc__))
     add_flags(parser)
     options = parser.parse_args(argv)
     try:

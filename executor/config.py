@@ -11,7 +11,7 @@ _DEFAULT_TOKEN_BUDGET: Final = {"cpu": 256, "cuda": 2048}
 
 
 class ExecutorSettings(ServiceSettings):
-    """Flags and environment variables of `python -m executor`."""
+    """Flags and CHAIRLIFT_ environment variables of `chairlift executor`."""
 
     model: Path = Field(description="Folder of a Hugging Face model, or a GGUF file.")
     dtype: Literal["float32", "bfloat16"] = Field(

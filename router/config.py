@@ -12,7 +12,7 @@ from rpc.settings import ServiceSettings
 
 
 class RouterSettings(ServiceSettings):
-    """Settings of one router process."""
+    """Flags and CHAIRLIFT_ environment variables of `chairlift router`."""
 
     listen: str = Field(
         default="127.0.0.1:50051",

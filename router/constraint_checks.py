@@ -6,20 +6,16 @@ programs send the same schema with each request. The processes are started when 
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
-import os
-import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import structlog
 
 from router.constraints import Choice, Constraint, JsonSchema, Regex, field_of
+from router.worker_processes import WorkerProcesses, kill
 from rpc.errors import RequestError, invalid
 
 MAX_SECONDS: Final = 2.0
@@ -39,8 +35,12 @@ class ConstraintChecks:
 
     def __init__(self, *, max_seconds: float = MAX_SECONDS) -> None:
         self._max_seconds = max_seconds
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._turns = asyncio.Semaphore(_NUM_PROCESSES)
+        self._processes = WorkerProcesses(
+            "router.constraint_worker",
+            num_processes=_NUM_PROCESSES,
+            line_bytes=_MAX_LINE_BYTES,
+            on_start=_warmed,
+        )
         self._faults: OrderedDict[bytes, asyncio.Task[str | None]] = OrderedDict()
         self._num_waiting = 0
 
@@ -75,12 +75,11 @@ class ConstraintChecks:
         for trial in self._faults.values():
             trial.cancel()
         await asyncio.gather(*self._faults.values(), return_exceptions=True)
-        while self._idle:
-            await _kill(self._idle.pop())
+        await self._processes.close()
 
     async def _tried(self, asked: str) -> str | None:
         try:
-            async with self._process() as process:
+            async with self._processes.one() as process:
                 assert process.stdin is not None
                 assert process.stdout is not None
                 try:
@@ -88,51 +87,21 @@ class ConstraintChecks:
                         process.stdin.write(asked.encode() + b"\n")
                         line = await process.stdout.readline()
                 except TimeoutError:
-                    await _kill(process)
+                    await kill(process)
                     return f"it takes longer than {self._max_seconds:g} seconds to build; make it simpler"
                 except (OSError, RuntimeError) as error:  # it has ended before it was asked
                     raise _cannot_check() from error
                 if not line:
-                    await _kill(process)
+                    await kill(process)
                     return "it takes too much memory to build; make it simpler"
                 fault: str | None = json.loads(line)
                 return fault
         finally:
             self._num_waiting -= 1
 
-    @contextlib.asynccontextmanager
-    async def _process(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        """One that nobody else uses; one that has ended by then is not used again."""
-        async with self._turns:
-            process = self._living() or await _started()
-            try:
-                yield process
-            except BaseException:
-                await _kill(process)
-                raise
-            if _is_alive(process):
-                self._idle.append(process)
 
-    def _living(self) -> asyncio.subprocess.Process | None:
-        while self._idle:
-            process = self._idle.pop()
-            if _is_alive(process):
-                return process
-        return None
-
-
-async def _started() -> asyncio.subprocess.Process:
-    """A process that has said so: the time it needs to start is no trial's. Raises RequestError."""
-    root = str(Path(__file__).parents[1])
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "router.constraint_worker"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        limit=_MAX_LINE_BYTES,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
-    )
+async def _warmed(process: asyncio.subprocess.Process) -> None:
+    """Until it has answered once: the time it needs to start is no trial's. Raises RequestError."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -141,30 +110,13 @@ async def _started() -> asyncio.subprocess.Process:
             line = await process.stdout.readline()
     except (OSError, RuntimeError):  # it has ended already, and its pipe with it
         line = b""
-    except BaseException:
-        await _kill(process)
-        raise
     if line != b"null\n":
-        await _kill(process)
         _log.error("constraint_worker_failed", said=line.decode(errors="replace"))
         raise _cannot_check()
-    return process
-
-
-def _is_alive(process: asyncio.subprocess.Process) -> bool:
-    return process.returncode is None and process.stdin is not None and not process.stdin.is_closing()
 
 
 def _cannot_check() -> RequestError:
     return RequestError(grpc.StatusCode.UNAVAILABLE, "constraints cannot be checked now; try again")
-
-
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
 
 
 def _as_asked(constraint: Constraint) -> list[Any]:

@@ -7,6 +7,7 @@ misspelt limit that is silently ignored is found out in production.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
@@ -29,6 +30,7 @@ OTHER_VARIABLES = frozenset(
         "CHAIRLIFT_TEST_GEMMA",
     }
 )
+_ENUM_DEFAULT = re.compile(r"\(default: [A-Z_]+\)$")
 S = TypeVar("S", bound=BaseSettings)
 
 
@@ -128,12 +130,20 @@ def load(settings_class: type[S], argv: list[str], *, prog: str) -> S:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help that is silent on defaults that are none."""
+    """Help that is silent on defaults that are none, and names the members of an Enum as they are typed."""
 
     def add_argument(self, action: argparse.Action) -> None:
         if action.help:
-            action.help = action.help.removesuffix(" (default: None)")
+            action.help = action.help.removesuffix(" (default: None)").removesuffix(" (default: )")
+            action.help = _ENUM_DEFAULT.sub(lambda found: _as_typed(found.group()), action.help)
+        if isinstance(action.metavar, str) and action.metavar.startswith("{"):
+            action.metavar = _as_typed(action.metavar)
         super().add_argument(action)
+
+
+def _as_typed(names: str) -> str:
+    """REQUEST_PADDED as request-padded: pydantic-settings shows members by their Python names."""
+    return names.lower().replace("_", "-")
 
 
 def _refuse_unknown_variables(settings_class: type[BaseSettings], environ: Mapping[str, str]) -> None:
@@ -162,6 +172,7 @@ def _sentence(details: ErrorDetails, argv: list[str]) -> str:
         "finite_number": "a finite number",
         "bool_parsing": "true or false",
         "literal_error": "{expected}",
+        "enum": "{expected}",
     }
     subject = f"{flag if given_as_flag else variable} is {details['input']!s}"
     if kind in expectations:

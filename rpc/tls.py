@@ -221,6 +221,8 @@ _MEANINGS: Final = (
     ),
     ("WRONG_VERSION_NUMBER", "it does not speak TLS"),
     ("Tls handshake failed", "the TLS handshake failed"),
+    ("Failed parsing HTTP/2", "it does not speak gRPC there (is it the port of --http?)"),
+    ("DNS resolution failed", "its host name is not known"),
 )
 
 

@@ -33,8 +33,6 @@ FORMAT = 1
 DIGEST_BYTES = 8
 Event = dict[str, Any]
 
-_IDS_OF_DIGEST = DIGEST_BYTES // 4
-
 
 # --- token logs ------------------------------------------------------------------------------------------
 

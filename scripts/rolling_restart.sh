@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Restarts a stack of docker-compose under load, one container after the other, and asks all the time:
+# Restarts a stack of docker compose under load, one container after the other, and asks all the time:
 #
-#   docker-compose up --detach --scale executor=3
+#   docker compose up --detach --scale executor=3
 #   make rolling-restart
 #
 # Executors first, then the standby, then the scheduler that leads; each is told to stop, hands on what it has, and

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 
+from chairlift.flag_numbers import positive, whole
 from scheduler.policy import Admission, Limits
 from scheduler.waiting import Policy
 
@@ -23,13 +24,20 @@ _OTHERS = ("policy", "admission", "prefix_caching")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds them; none is the recorded setting."""
     settings = parser.add_argument_group("what if")
-    for name, kind in (("policy", Policy), ("admission", Admission)):
+    for name, kind, text in (
+        ("policy", Policy, "who is served next"),
+        ("admission", Admission, "room a newcomer must find"),
+    ):
         choices = "{" + ",".join(item.value for item in kind) + "}"
-        settings.add_argument(f"--{name}", type=kind, choices=list(kind), metavar=choices)
+        settings.add_argument(f"--{name}", type=kind, choices=list(kind), metavar=choices, help=text)
     for name, text in _COUNTS.items():
-        settings.add_argument(f"--{name.replace('_', '-')}", type=_count, metavar="N", help=text)
-    settings.add_argument("--max-step-ms", type=_duration, metavar="MS", help="wanted duration of a step")
-    settings.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=None)
+        settings.add_argument(f"--{name.replace('_', '-')}", type=whole, metavar="N", help=text)
+    settings.add_argument("--max-step-ms", type=positive, metavar="MS", help="wanted duration of a step")
+    settings.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="whether equal beginnings of prompts are computed once",
+    )
 
 
 def change_of(options: argparse.Namespace) -> Callable[[Limits], Limits] | None:
@@ -40,17 +48,3 @@ def change_of(options: argparse.Namespace) -> Callable[[Limits], Limits] | None:
     if options.max_step_ms is not None:
         changed["max_step_us"] = 1000 * options.max_step_ms
     return (lambda limits: replace(limits, **changed)) if changed else None
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"it is {number}, and must be at least 1")
-    return number
-
-
-def _duration(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"it is {number:g}, and must be above 0")
-    return number

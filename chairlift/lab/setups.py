@@ -34,7 +34,9 @@ def add_flags(parser: argparse.ArgumentParser, *, default_requests: int) -> None
     load.add_argument("--trace", type=Path, metavar="FILE", help="lengths (and times) from a trace")
     load.add_argument("--prompt", metavar="LENGTH", help="128, uniform:32,512 or exponential:161")
     load.add_argument("--output", metavar="LENGTH", help="likewise")
-    load.add_argument("--requests", type=int, default=default_requests, metavar="N")
+    load.add_argument(
+        "--requests", type=int, default=default_requests, metavar="N", help="how many (default: %(default)s)"
+    )
     load.add_argument(
         "--arrivals",
         metavar="HOW",
@@ -45,21 +47,59 @@ def add_flags(parser: argparse.ArgumentParser, *, default_requests: int) -> None
         "--max-tokens", type=int, metavar="N", help="what clients allow; default: what they will get"
     )
     load.add_argument("--tenants", metavar="A:1,B:2", help="who asks, and how often beside the others")
-    load.add_argument("--seed", type=int, default=0)
+    load.add_argument("--seed", type=int, default=0, help="the same seed makes the same load")
     serving = parser.add_argument_group("what serves it")
     times = serving.add_mutually_exclusive_group(required=True)
     times.add_argument("--preset", metavar="NAME", help=f"a model on devices: {', '.join(PRESETS)}")
     times.add_argument("--step-times", type=Path, metavar="FILE", help="prices in JSON (docs/lab.md)")
-    serving.add_argument("--executors", type=int, default=1, metavar="N")
+    serving.add_argument(
+        "--executors", type=int, default=1, metavar="N", help="each with the model (default: %(default)s)"
+    )
     serving.add_argument("--num-blocks", type=int, metavar="N", help="default: what the preset has room for")
-    serving.add_argument("--block-size", type=int, default=16, metavar="N")
-    serving.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
-    serving.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N")
-    serving.add_argument("--max-seq-len", type=int, default=1 << 20, metavar="N")
-    serving.add_argument("--window", type=int, default=1, metavar="N", help="plans under way at once")
-    serving.add_argument("--policy", type=Policy, choices=list(Policy), default=Policy.FCFS)
-    serving.add_argument("--admission", type=Admission, choices=list(Admission), default=Admission.FORECAST)
-    serving.add_argument("--no-prefix-caching", action="store_true")
+    serving.add_argument(
+        "--block-size", type=int, default=16, metavar="N", help="tokens in a KV block (default: %(default)s)"
+    )
+    serving.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=256,
+        metavar="N",
+        help="most sequences in a batch (default: %(default)s)",
+    )
+    serving.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="token budget of a step (default: %(default)s)",
+    )
+    serving.add_argument(
+        "--max-seq-len",
+        type=int,
+        default=1 << 20,
+        metavar="N",
+        help="longest sequence, prompt and output (default: %(default)s)",
+    )
+    serving.add_argument(
+        "--window", type=int, default=1, metavar="N", help="plans under way at once (default: %(default)s)"
+    )
+    serving.add_argument(
+        "--policy",
+        type=Policy,
+        choices=list(Policy),
+        default=Policy.FCFS,
+        help="who is served next (default: fcfs)",
+    )
+    serving.add_argument(
+        "--admission",
+        type=Admission,
+        choices=list(Admission),
+        default=Admission.FORECAST,
+        help="room a newcomer must find (default: forecast)",
+    )
+    serving.add_argument(
+        "--no-prefix-caching", action="store_true", help="equal beginnings of prompts are computed each time"
+    )
     for action in parser._actions:  # noqa: SLF001 - argparse shows members of an Enum by their Python names
         if action.dest in {"policy", "admission"}:
             action.metavar = "{" + ",".join(item.value for item in action.choices or ()) + "}"

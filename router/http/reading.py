@@ -6,15 +6,11 @@ comes back in parts none of which takes long to unpack.
 """
 
 import asyncio
-import contextlib
 import json
-import os
 import pickle
-import sys
 from array import array
 from collections import abc
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -23,6 +19,7 @@ import structlog
 from router.http.asked import Asked, Detokenizing
 from router.http.fields import parsed
 from router.http.reading_worker import LENGTH_BYTES, READERS
+from router.worker_processes import WorkerProcesses
 from rpc.errors import RequestError
 
 INLINE_BYTES: Final = 16 * 1024
@@ -39,8 +36,9 @@ class Bodies:
 
     def __init__(self, *, max_seconds: float = MAX_SECONDS) -> None:
         self._max_seconds = max_seconds
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._turns = asyncio.Semaphore(_NUM_PROCESSES)
+        self._processes = WorkerProcesses(
+            "router.http.reading_worker", num_processes=_NUM_PROCESSES, line_bytes=_PIECE_BYTES
+        )
 
     async def read(self, kind: str, pieces: abc.Sequence[bytes], max_total_tokens: int) -> Any:
         """What `asked` makes of a body of this kind. Raises RequestError as that does.
@@ -57,41 +55,26 @@ class Bodies:
 
     async def close(self) -> None:
         """Ends the processes; returns when they have ended."""
-        while self._idle:
-            await _kill(self._idle.pop())
-
-    def _living(self) -> asyncio.subprocess.Process | None:
-        while self._idle:
-            process = self._idle.pop()
-            if process.returncode is None:
-                return process
-        return None
+        await self._processes.close()
 
     async def _read_in_a_process(
         self, kind: str, pieces: abc.Sequence[bytes], num_bytes: int, max_total_tokens: int
     ) -> Any:
-        async with self._turns:
-            process = self._living() or await _started()
-            try:
-                async with asyncio.timeout(self._max_seconds):
-                    value = await _asked(process, [kind, num_bytes, max_total_tokens], pieces)
-            except (TimeoutError, OSError, RuntimeError, asyncio.IncompleteReadError) as error:
-                await _kill(process)
-                _log.warning("body_not_read", num_bytes=num_bytes, error=repr(error))
-                raise RequestError(
-                    grpc.StatusCode.UNAVAILABLE, "the body could not be read now; try again"
-                ) from error
-            except RequestError:
-                self._idle.append(process)
-                raise
-            except BaseException:
-                await _kill(process)
-                raise
-            self._idle.append(process)
-            return value
+        try:
+            async with self._processes.one() as process, asyncio.timeout(self._max_seconds):
+                frames = await _asked(process, [kind, num_bytes, max_total_tokens], pieces)
+        except (TimeoutError, OSError, RuntimeError, asyncio.IncompleteReadError) as error:
+            _log.warning("body_not_read", num_bytes=num_bytes, error=repr(error))
+            raise RequestError(
+                grpc.StatusCode.UNAVAILABLE, "the body could not be read now; try again"
+            ) from error
+        return _value(*frames)
 
 
-async def _asked(process: asyncio.subprocess.Process, header: list[Any], pieces: abc.Sequence[bytes]) -> Any:
+async def _asked(
+    process: asyncio.subprocess.Process, header: list[Any], pieces: abc.Sequence[bytes]
+) -> list[Any]:
+    """The frames of the answer."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(header).encode() + b"\n")
@@ -99,11 +82,16 @@ async def _asked(process: asyncio.subprocess.Process, header: list[Any], pieces:
         process.stdin.write(piece)
         await process.stdin.drain()
     first = await _frame(process.stdout)
+    num_parts = 0 if first[0] == "refused" else first[2]
+    return [first, *[await _frame(process.stdout) for _ in range(num_parts)]]
+
+
+def _value(first: tuple[Any, ...], *parts: Any) -> Any:
+    """What was asked, whole again. Raises RequestError: the refusal."""
     if first[0] == "refused":
         _, code, message, field = first
         raise RequestError(grpc.StatusCode[code], message, field=field)
-    _, value, num_parts = first
-    parts = [await _frame(process.stdout) for _ in range(num_parts)]
+    value = first[1]
     if isinstance(value, Asked):
         requests = zip(value.requests, parts, strict=True)
         return replace(value, requests=tuple(replace(one, prompt=prompt) for one, prompt in requests))
@@ -129,24 +117,3 @@ async def _frame(stream: asyncio.StreamReader) -> Any:
 def _unpacked(frame: bytearray) -> Any:
     value = pickle.loads(frame)  # noqa: S301 - a process of our own has made it
     return tuple(value) if isinstance(value, array) else value
-
-
-async def _started() -> asyncio.subprocess.Process:
-    root = str(Path(__file__).parents[2])
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "router.http.reading_worker"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        limit=_PIECE_BYTES,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
-    )
-
-
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()

@@ -77,7 +77,7 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path, environment: dic
     with fake_hub.serving("org/tiny", FILES) as endpoint:
         result = Machine(tmp_path, endpoint).pull("org/other", **environment)
     assert result.returncode == 2
-    assert result.stderr.startswith("pull: org/other could not be fetched from the hub: ")
+    assert result.stderr.startswith("chairlift pull: org/other could not be fetched from the hub: ")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "models" / "other").exists()
 

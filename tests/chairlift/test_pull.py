@@ -284,6 +284,16 @@ def test_a_model_that_is_nowhere_says_how_to_fetch_it(models_dir: Path) -> None:
         pull.resolve("", models_dir)
 
 
+def test_a_name_that_is_slightly_wrong_is_told_what_there_is(models_dir: Path) -> None:
+    for name in ("toy", "another"):
+        (models_dir / name).mkdir(parents=True)
+        (models_dir / name / pull.MANIFEST).touch()
+    with pytest.raises(StartError, match=r"\(there is another, toy\); to fetch one: chairlift pull smollm2 "):
+        pull.resolve("./toyy", models_dir)
+    with pytest.raises(StartError, match=r"to fetch one: chairlift pull org/toy "):
+        pull.resolve("org/toy", models_dir)
+
+
 def test_the_models_dir_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHAIRLIFT_MODELS_DIR", raising=False)
     assert pull.default_models_dir() == Path("models")

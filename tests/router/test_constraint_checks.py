@@ -56,7 +56,7 @@ async def test_a_trial_that_takes_too_long_is_killed_and_the_next_one_goes_well(
     async with checks(max_seconds=0.0) as opened:
         with pytest.raises(RequestError, match="takes longer than 0 seconds"):
             await opened.check(Regex("(a{1000}){1000}"))
-        assert not opened._idle
+        assert not opened._processes.idle
         opened._max_seconds = 30.0
         await opened.check(Regex("a"))
 
@@ -64,9 +64,9 @@ async def test_a_trial_that_takes_too_long_is_killed_and_the_next_one_goes_well(
 async def test_equal_constraints_are_tried_once() -> None:
     async with checks() as opened:
         await asyncio.gather(*(opened.check(Regex("[ab]")) for _ in range(300)))
-        assert len(opened._idle) == 1
+        assert len(opened._processes.idle) == 1
         await asyncio.gather(*(opened.check(Regex(f"[ab]{{{i}}}")) for i in range(200)))
-        assert len(opened._idle) == 2
+        assert len(opened._processes.idle) == 2
 
 
 async def test_too_many_at_once_are_refused_for_now() -> None:
@@ -84,11 +84,11 @@ async def test_too_many_at_once_are_refused_for_now() -> None:
 async def test_a_process_that_died_in_between_is_replaced() -> None:
     async with checks() as opened:
         await opened.check(Choice(["a"]))
-        (idle,) = opened._idle
+        (idle,) = opened._processes.idle
         idle.kill()
         await idle.wait()
         await opened.check(Choice(["b"]))
-        assert opened._idle != [idle]
+        assert opened._processes.idle != [idle]
 
 
 async def test_processes_that_cannot_start_are_no_fault_of_the_constraint(

@@ -1,3 +1,4 @@
+from enum import Enum
 from typing import Literal
 
 import pytest
@@ -7,12 +8,20 @@ from rpc.errors import StartError
 from rpc.settings import ServiceSettings, load
 
 
+class Surface(Enum):
+    """What skis run on."""
+
+    FRESH_SNOW = "fresh-snow"
+    ICE = "ice"
+
+
 class LiftSettings(ServiceSettings):
     """Settings of a service that exists in this test alone."""
 
     listen: str = Field(default="127.0.0.1:0", description="Where to listen.")
     max_num_seats: int = Field(default=4, ge=1, le=1_048_576, description="Most seats.")
     speed: Literal["slow", "fast"] = Field(default="slow", description="How fast.")
+    surface: Surface = Field(default=Surface.FRESH_SNOW, description="What it ends at.")
     rope: str = Field(description="Which rope.")
 
     @field_validator("rope")
@@ -97,6 +106,20 @@ def test_an_unknown_variable_of_ours_is_an_error_and_the_declared_others_are_not
 def test_settings_never_change() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         read().max_num_seats = 5  # type: ignore[misc]
+
+
+def test_members_of_an_enum_are_shown_and_asked_for_as_they_are_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        read("--help")
+    text = capsys.readouterr().out
+    assert "--surface {fresh-snow,ice}" in text
+    assert "(default: fresh-snow)" in text
+    assert "(default: )" not in text
+    assert read("--surface", "ice").surface is Surface.ICE
+    with pytest.raises(StartError, match=r"^--surface is mud: it must be 'fresh-snow' or 'ice'$"):
+        read("--surface", "mud")
 
 
 def test_help_tells_flags_and_defaults_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:

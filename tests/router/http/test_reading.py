@@ -61,9 +61,9 @@ async def test_a_long_body_says_what_a_short_one_would(kind: str, value: dict[st
     assert len(body) > THREAD_BYTES
     async with bodies() as opened:
         assert await read(opened, kind, value) == reading_worker.READERS[kind](parsed(body))
-        assert len(opened._idle) == 1
+        assert len(opened._processes.idle) == 1
         assert await read(opened, kind, value) == reading_worker.READERS[kind](parsed(body))
-        assert len(opened._idle) == 1, "the process is used again"
+        assert len(opened._processes.idle) == 1, "the process is used again"
 
 
 @pytest.mark.parametrize("num_bytes", [10, INLINE_BYTES + 10, THREAD_BYTES + 10])
@@ -100,14 +100,14 @@ async def test_too_many_ids_are_refused_before_they_come_back() -> None:
 async def test_a_process_that_dies_is_replaced_and_fails_at_most_the_body_it_reads() -> None:
     async with bodies() as opened:
         await read(opened, "completion", {"prompt": LONG})
-        (process,) = opened._idle
+        (process,) = opened._processes.idle
         process.kill()
         await process.wait()
         assert (await read(opened, "completion", {"prompt": LONG})).requests[0].prompt == LONG
-        (process,) = opened._idle
+        (process,) = opened._processes.idle
         process.send_signal(signal.SIGSTOP)
         reading = asyncio.create_task(read(opened, "completion", {"prompt": LONG}))
-        await eventually(lambda: not opened._idle)
+        await eventually(lambda: not opened._processes.idle)
         process.kill()
         with pytest.raises(RequestError) as raised:
             await reading

@@ -1,0 +1,33 @@
+"""Numbers as flags bear them, refused with a sentence: argparse by itself would name our functions."""
+
+import argparse
+
+MOST = 1e12
+"""Below it a float is finite, and each whole number has one of its own."""
+
+
+def whole(text: str) -> int:
+    """A whole number, at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, and must be a whole number, at least 1")
+    return value
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < MOST:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, and must be a number above 0")
+    return value
+
+
+def positives(text: str) -> list[float]:
+    """Numbers above 0, separated by commas; each once, in ascending order."""
+    return sorted({positive(part) for part in text.split(",")})
