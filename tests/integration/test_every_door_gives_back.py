@@ -209,7 +209,7 @@ async def test_b31_whatever_the_door_and_the_state_all_is_given_back_within_wind
             return
         others = len(stage.tasks)
         await stage.until(lambda: stage.load_is(others, 0))
-        cancelled_at = _cancelled_after_step(running, stage.asked.length)
+        cancelled_at = await _cancelled_after_step(running, stage.asked.length)
         admissions = stage.admissions()
         assert len(admissions) == num_admissions == (0 if reach is waiting else 1), "it did not come back"
         if reach in {between_chunks, decoding}:
@@ -225,20 +225,25 @@ def _log(running: Cluster, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def _cancelled_after_step(running: Cluster, length: int) -> int:
+async def _cancelled_after_step(running: Cluster, length: int) -> int:
     """The newest step that the scheduler had applied when the cancel came to it."""
-    log = _log(running, "scheduler")
-    (request_id,) = {
-        entry["request_id"]
-        for entry in log
-        if entry["event"] == "sequence_submitted" and entry["num_prompt_tokens"] == length
-    }
-    (step_id,) = [
-        entry["step_id"]
-        for entry in log
-        if entry["event"] == "sequence_cancelled" and entry["request_id"] == request_id
-    ]
-    return int(step_id)
+    async with asyncio.timeout(30):
+        while True:
+            log = _log(running, "scheduler")
+            (request_id,) = {
+                entry["request_id"]
+                for entry in log
+                if entry["event"] == "sequence_submitted" and entry["num_prompt_tokens"] == length
+            }
+            step_ids = [
+                entry["step_id"]
+                for entry in log
+                if entry["event"] == "sequence_cancelled" and entry["request_id"] == request_id
+            ]
+            if step_ids:
+                (step_id,) = step_ids
+                return int(step_id)
+            await asyncio.sleep(0.01)  # it has happened, and the log says it in a moment
 
 
 def test_b31_nothing_is_left_and_nobody_complained(running: Cluster) -> None:

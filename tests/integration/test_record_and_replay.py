@@ -40,7 +40,7 @@ async def test_preemptions_cancels_a_killed_executor_and_a_lost_router_replay_eq
 ) -> None:
     with cluster.assembling(tiny_model_folder) as running:
         for name in EXECUTORS:
-            running.start_scripted_executor(TIGHT, name)
+            running.start_scripted_executor(TIGHT, name=name)
         running.start_scheduler("--record", str(record_of(running)), *FLAGS, executors=EXECUTORS)
         running.start_router()
         running.wait()
