@@ -33,9 +33,9 @@ class Follower:
 class _Followed:
     """One executor: what has changed since the last message, and where its figures are."""
 
-    def __init__(self, state: ExecutorState) -> None:
+    def __init__(self) -> None:
         self.changes = BatchChanges()
-        self.state = state
+        self.state: ExecutorState | None = None  # while there is something to tell
         self.planned_at = 0.0
         self.num_plan_bytes = 0
         self.gauges = router_pb2.StepSummary()  # as of the last message
@@ -75,7 +75,7 @@ class Feed:
         """A step begins, and somebody follows."""
         one = self._followed.get(state.executor_id)
         if one is None:
-            one = self._followed[state.executor_id] = _Followed(state)
+            one = self._followed[state.executor_id] = _Followed()
         elif plan.step_id <= one.changes.step_id:  # a fresh epoch: numbers of sequences begin anew
             self._flush()
             one.changes = BatchChanges()
@@ -89,7 +89,7 @@ class Feed:
             self._timer.cancel()
             self._timer = None
         for one in self._followed.values():
-            if not one.changes.steps:
+            if one.state is None:
                 continue
             one.gauges = wire.step_gauges(one.state, one.changes.step_id, one.planned_at)
             one.gauges.num_plan_bytes = one.num_plan_bytes
@@ -97,6 +97,7 @@ class Feed:
             one.gauges.waiting.extend(wire.waiting_groups(self._waiting.counts))
             message = wire.changes_message(one.gauges, one.changes)
             one.changes.told()
+            one.state = None  # it may be gone for good
             for follower in self._followers:
                 self._offer(follower, one, message)
 
