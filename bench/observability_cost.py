@@ -1,19 +1,19 @@
 """What it costs to be looked at: CPU seconds for 1,000 tokens, watched against unwatched.
 
     python -m bench.observability_cost [--model models/smollm2] [--with metrics page traces] [--rounds 9]
-                                       [--streams 32] [--tokens 64]
+                                       [--streams 32] [--tokens 64] [--out FILE]
 
 Two servers of three processes stand side by side. One has metrics (each process scraped once a second, much
 oftener than usual), its live page open, and traces of every request sent to a collector, or what of these
 `--with` names; the other has none. The same load goes to one and the other in turn, the first of each round
-alternating. What is compared is the CPU time of the processes, by the medians of all rounds; who looks is not
-counted. With a tiny model the executor computes next to nothing, and the share is the largest there can be.
+alternating. What is compared is the CPU time of the processes, by the median of the rounds' ratios; who looks
+is not counted. With a tiny model the executor computes next to nothing: the largest share there can be.
 """
 
 import argparse
 import asyncio
 import contextlib
-import os
+import json
 import statistics
 import subprocess
 import sys
@@ -37,7 +37,6 @@ from rpc.channel import connect
 
 TIERS = ("executor", "scheduler", "router")
 WAYS = ("metrics", "page", "traces")
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -107,12 +106,11 @@ class Server:
 
     @property
     def cpu_seconds(self) -> dict[str, float]:
-        """User and system time of each process so far."""
-        seconds = {}
-        for tier, process in zip(TIERS, self._processes, strict=True):
-            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-            seconds[tier] = (int(fields[11]) + int(fields[12])) / _TICKS
-        return seconds
+        """User and system time of each process so far, in nanoseconds' resolution."""
+        return {
+            tier: time.clock_gettime(_clock_of(process.pid))
+            for tier, process in zip(TIERS, self._processes, strict=True)
+        }
 
     async def scrape(self) -> None:
         """Asks every process once a second, until cancelled."""
@@ -140,6 +138,11 @@ class Server:
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
+
+
+def _clock_of(pid: int) -> int:
+    """A process's CPU clock, as clock_getcpuclockid(3) makes it on Linux: all threads, ended ones too."""
+    return (~pid << 3) | 2
 
 
 @contextlib.asynccontextmanager
@@ -170,7 +173,7 @@ async def round_of(server: Server, args: argparse.Namespace) -> dict[str, float]
 
 
 async def compare(args: argparse.Namespace) -> None:
-    """Prints medians of both, and their ratio."""
+    """Prints medians of both, and of their ratio within a round."""
     with (
         tempfile.TemporaryDirectory() as plain_folder,
         tempfile.TemporaryDirectory() as told_folder,
@@ -189,14 +192,41 @@ async def compare(args: argparse.Namespace) -> None:
         finally:
             plain.close()
             told.close()
+    told_of = {tier: _measured(rounds[plain], rounds[told], tier) for tier in (*TIERS, "all")}
+    result = {
+        "watched_by": list(args.ways),
+        "model": args.model.name,
+        "streams": args.streams,
+        "tokens": args.tokens,
+        "rounds": args.rounds,
+        "num_spans": collector.num_spans,
+        "cpu_seconds_per_1000_tokens": told_of,
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"watched by {', '.join(args.ways)}; {collector.num_spans} spans were sent")
-    print(f"{'CPU s / 1,000 tokens':<22} {'without':>9} {'with':>9} {'ratio':>8}")
-    for tier in (*TIERS, "all"):
-        with_, without = (
-            statistics.median(sum(one.values()) if tier == "all" else one[tier] for one in rounds[server])
-            for server in (told, plain)
+    print(f"{'CPU s / 1,000 tokens':<22} {'without':>9} {'with':>9} {'ratio':>8} {'half of the rounds':>20}")
+    for tier, figures in told_of.items():
+        print(
+            f"{tier:<22} {figures['without']:>9.4f} {figures['with']:>9.4f} {figures['ratio']:>8.3f}"
+            f" {figures['ratio_low']:>13.3f}-{figures['ratio_high']:.3f}"
         )
-        print(f"{tier:<22} {without:>9.4f} {with_:>9.4f} {with_ / without:>8.3f}")
+
+
+def _measured(plain: list[dict[str, float]], told: list[dict[str, float]], tier: str) -> dict[str, float]:
+    """Medians, and the quartiles of the ratios within a round: the two of a round saw the same machine."""
+    without, with_ = (
+        [sum(one.values()) if tier == "all" else one[tier] for one in rounds] for rounds in (plain, told)
+    )
+    low, middle, high = statistics.quantiles([b / a for a, b in zip(without, with_, strict=True)])
+    figures = {
+        "without": statistics.median(without),
+        "with": statistics.median(with_),
+        "ratio": middle,
+        "ratio_low": low,
+        "ratio_high": high,
+    }
+    return {name: round(value, 5) for name, value in figures.items()}
 
 
 def main() -> None:
@@ -208,6 +238,7 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=2, help="loads one after the other in a round")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, help="the same as JSON")
     asyncio.run(compare(parser.parse_args()))
 
 

@@ -160,7 +160,7 @@ def _http_door(
         client_stall_seconds=settings.client_stall_seconds,
         doorkeeper=doorkeeper,
         live=Live(
-            [client.steps for client in schedulers.clients],
+            [client.follow for client in schedulers.clients],
             intake.latencies,
             refusal=lambda: intake.refusal,
             story=story,

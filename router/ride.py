@@ -1,8 +1,7 @@
-"""What each iteration did, as frames for those who look: only what has changed since the frame before.
+"""What the steps of an executor changed, as frames for those who look; for latecomers also who sits there.
 
-At 256 seats a step summary names every member; a frame names who got on and off, who is in prefill and who
-sat still. A looker who missed frames, or has just come, is given a whole one. Pure; it must not know proto
-types, sockets, or pages.
+A frame tells several steps: of most of them only that they happened. A looker who missed frames, or has just
+come, is given a whole one. Pure; it must not know proto types, sockets, or pages.
 """
 
 from dataclasses import dataclass, field
@@ -16,36 +15,41 @@ PREEMPTED: Final = "PREEMPTED"
 
 @dataclass(frozen=True, slots=True)
 class Rider:
-    """One sequence's part in a step."""
+    """One sequence that sits in a batch."""
 
     seq_id: int
     request_id: str
     index: int
-    num_tokens: int
-    prefill: bool
-    padding: bool
+    padding: bool = False
     tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Leaver:
-    """A sequence that has left since the step before; `reason` is a finish reason's name or PREEMPTED."""
+class Step:
+    """One iteration against the one before, and how many like it came right after."""
 
-    seq_id: int
-    reason: str
+    step_id: int
+    num_alike: int = 0
+    # Who left: seq_id, and a finish reason's name or PREEMPTED.
+    left: tuple[tuple[int, str], ...] = ()
+    entered: tuple[Rider, ...] = ()
+    # Who computes a stretch of prompt: seq_id, tokens. The last chunk chooses a token as well.
+    prefill: tuple[tuple[int, int], ...] = ()
+    last_chunk: tuple[tuple[int, int], ...] = ()
+    still: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One iteration of one executor, in local words."""
+class Changes:
+    """Some iterations of one executor."""
 
     executor_id: str
-    step_id: int
+    step_id: int  # of the newest
     time_seconds: float
-    riders: tuple[Rider, ...]
-    leavers: tuple[Leaver, ...]
-    num_dropped: int
-    # Everything else that is shown as it is.
+    # Who sat there before `steps`, when all that was known is to be forgotten; otherwise None.
+    seated: tuple[Rider, ...] | None
+    steps: tuple[Step, ...]
+    # How the executor stands after the newest; shown as it is.
     gauges: Frame = field(default_factory=dict)
 
 
@@ -54,55 +58,51 @@ class Ride:
 
     def __init__(self) -> None:
         self._seated: dict[int, Rider] = {}
-        self._step_id = 0
-        self._newest: Step | None = None
+        self._newest: Changes | None = None
 
-    def frame(self, step: Step) -> Frame:
-        """What `step` changes; a whole frame when summaries were dropped or a fresh epoch has begun."""
-        whole = step.num_dropped > 0 or step.step_id <= self._step_id
-        if whole:
-            self._seated.clear()
-        self._step_id, self._newest = step.step_id, step
-        left = [[one.seq_id, one.reason] for one in step.leavers if self._seated.pop(one.seq_id, None)]
-        entered = [rider for rider in step.riders if rider.seq_id not in self._seated]
-        self._seated.update((rider.seq_id, rider) for rider in entered)
-        if whole:
-            return self.whole()
-        frame = self._head(step)
-        if left:
-            frame["left"] = left
-        if entered:
-            frame["entered"] = [_name(rider) for rider in entered]
+    def frame(self, changes: Changes) -> Frame:
+        """What `changes` tell."""
+        self._newest = changes
+        frame = _head(changes)
+        if changes.seated is not None:
+            self._seated = {rider.seq_id: rider for rider in changes.seated}
+            frame["seated"] = [_name(rider) for rider in changes.seated]
+        for step in changes.steps:
+            for seq_id, _ in step.left:
+                self._seated.pop(seq_id, None)
+            self._seated.update((rider.seq_id, rider) for rider in step.entered)
+        frame["steps"] = [_told(step) for step in changes.steps]
         return frame
 
     def whole(self) -> Frame:
-        """The newest step for somebody who knows nothing before it; only after a first `frame`."""
+        """Who sits there now, for somebody who knows nothing; only after a first `frame`."""
         assert self._newest is not None, "there is no step to tell of"
-        frame = self._head(self._newest)
-        frame["seated"] = [_name(rider) for rider in self._seated.values()]
-        return frame
-
-    def _head(self, step: Step) -> Frame:
-        frame: Frame = {
-            "executor": step.executor_id,
-            "step": step.step_id,
-            "time": round(step.time_seconds, 4),
-            **step.gauges,
+        return {
+            **_head(self._newest),
+            "seated": [_name(rider) for rider in self._seated.values()],
+            "steps": [],
         }
-        prefill = [[rider.seq_id, rider.num_tokens] for rider in step.riders if rider.prefill]
-        if prefill:
-            frame["prefill"] = prefill
-        last_chunk = [
-            [rider.seq_id, rider.num_tokens]
-            for rider in step.riders
-            if rider.num_tokens > 1 and not rider.prefill
-        ]
-        if last_chunk:  # it computes a stretch of prompt and chooses a token as well
-            frame["last_chunk"] = last_chunk
-        if len(step.riders) != len(self._seated):
-            moved = {rider.seq_id for rider in step.riders}
-            frame["still"] = [seq_id for seq_id in self._seated if seq_id not in moved]
-        return frame
+
+
+def _head(changes: Changes) -> Frame:
+    return {
+        "executor": changes.executor_id,
+        "step": changes.step_id,
+        "time": round(changes.time_seconds, 4),
+        **changes.gauges,
+    }
+
+
+def _told(step: Step) -> Frame:
+    told: Frame = {"step": step.step_id}
+    if step.num_alike:
+        told["alike"] = step.num_alike
+    if step.entered:
+        told["entered"] = [_name(rider) for rider in step.entered]
+    for name in ("left", "prefill", "last_chunk", "still"):
+        if value := getattr(step, name):
+            told[name] = value
+    return told
 
 
 def _name(rider: Rider) -> list[int | str]:

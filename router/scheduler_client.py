@@ -18,7 +18,7 @@ from protos.v1 import router_pb2, scheduler_pb2_grpc
 from protos.v1.scheduler_pb2 import GetLoadRequest, RouterMessage, SchedulerMessage
 from router import wire
 from router.request_log import End, RequestLog
-from router.ride import Step
+from router.ride import Changes
 from router.scheduler_session import (
     Event,
     Progressed,
@@ -184,11 +184,16 @@ class SchedulerClient:
         finally:
             call.cancel()
 
-    async def steps(self) -> abc.AsyncGenerator[Step]:
-        """The same, in local words. Raises RequestError when the scheduler is away or goes."""
-        async with contextlib.aclosing(self.watch(router_pb2.WatchRequest())) as summaries:
-            async for summary in summaries:
-                yield wire.step(summary)
+    async def follow(self) -> abc.AsyncGenerator[Changes]:
+        """The same in local words, and for less. Raises RequestError when the scheduler is away or goes."""
+        call = self._stub.Follow(router_pb2.WatchRequest())
+        try:
+            async for message in call:
+                yield wire.changes(message)
+        except grpc.aio.AioRpcError as error:
+            raise from_call(error) from error
+        finally:
+            call.cancel()
 
     # --- the stream ---------------------------------------------------------------------------------
 

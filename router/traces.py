@@ -98,9 +98,9 @@ def _attributes(log: RequestLog, outcome: Outcome) -> dict[str, Any]:
         "gen_ai.request.choice.count": len(log.choices),
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.response.finish_reasons": [
+        "gen_ai.response.finish_reasons": tuple(
             choice.end.reason.name.lower() for choice in log.choices if choice.end is not None
-        ],
+        ),
         "gen_ai.usage.input_tokens": len(log.prompt_token_ids),
         "gen_ai.usage.output_tokens": sum(len(choice.output_token_ids) for choice in log.choices),
         "gen_ai.usage.cache_read.input_tokens": log.num_cached_tokens or 0,

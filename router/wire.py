@@ -392,39 +392,46 @@ def _step_output(output: scheduler_pb2.StepOutput) -> session.StepOutput:
     )
 
 
-def step(summary: router_pb2.StepSummary) -> ride.Step:
-    """One iteration, for those who look."""
-    return ride.Step(
-        executor_id=summary.executor_id,
-        step_id=summary.step_id,
-        time_seconds=summary.time_seconds,
-        riders=tuple(
-            ride.Rider(
-                member.seq_id,
-                member.request_id,
-                member.index,
-                member.num_tokens,
-                member.prefill,
-                member.padding,
-                member.tenant,
-            )
-            for member in summary.members
-        ),
-        leavers=tuple(ride.Leaver(leaver.seq_id, _leaving_reason(leaver.reason)) for leaver in summary.left),
-        num_dropped=summary.num_dropped,
+def changes(message: scheduler_pb2.BatchChanges) -> ride.Changes:
+    """Some iterations, for those who look."""
+    newest = message.newest
+    return ride.Changes(
+        executor_id=newest.executor_id,
+        step_id=newest.step_id,
+        time_seconds=newest.time_seconds,
+        seated=_riders(message.seated) if message.whole else None,
+        steps=tuple(_step(step) for step in message.steps),
         gauges={
-            "running": summary.num_running,
-            "waiting": summary.num_waiting,
-            "groups": [[group.priority, group.tenant, group.num_waiting] for group in summary.waiting],
-            "seats": summary.max_num_seqs,
-            "blocks": summary.num_blocks,
-            "free": summary.num_free_blocks,
-            "cached": summary.num_cached_blocks,
-            "preempted": summary.num_preempted,
-            "plan_bytes": summary.num_plan_bytes,
-            "step_us": summary.previous_step_us,
-            "idle_us": summary.previous_idle_us,
+            "running": newest.num_running,
+            "waiting": newest.num_waiting,
+            "groups": [[group.priority, group.tenant, group.num_waiting] for group in newest.waiting],
+            "seats": newest.max_num_seqs,
+            "blocks": newest.num_blocks,
+            "free": newest.num_free_blocks,
+            "cached": newest.num_cached_blocks,
+            "plan_bytes": newest.num_plan_bytes,
+            "step_us": newest.previous_step_us,
+            "idle_us": newest.previous_idle_us,
         },
+    )
+
+
+def _step(step: scheduler_pb2.StepChange) -> ride.Step:
+    return ride.Step(
+        step.step_id,
+        step.num_alike,
+        left=tuple((leaver.seq_id, _leaving_reason(leaver.reason)) for leaver in step.left),
+        entered=_riders(step.entered),
+        prefill=tuple((chunk.seq_id, chunk.num_tokens) for chunk in step.chunks if chunk.prefill),
+        last_chunk=tuple((chunk.seq_id, chunk.num_tokens) for chunk in step.chunks if not chunk.prefill),
+        still=tuple(step.still_seq_ids),
+    )
+
+
+def _riders(members: abc.Iterable[router_pb2.StepMember]) -> tuple[ride.Rider, ...]:
+    return tuple(
+        ride.Rider(member.seq_id, member.request_id, member.index, member.padding, member.tenant)
+        for member in members
     )
 
 

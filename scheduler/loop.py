@@ -15,6 +15,7 @@ from scheduler import identity, wire
 from scheduler.core import SchedulerCore
 from scheduler.counters import Outcome
 from scheduler.executor_client import Opened
+from scheduler.feed import Feed
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.router_session import RouterSession, superseded, touch
 from scheduler.sequence import FinishReason, Sequence, State
@@ -54,6 +55,7 @@ class SchedulerLoop:
         """`on_serving(serving, reason)` is called at every change."""
         self.core = core
         self.watchers: set[Watcher] = set()
+        self.feed = Feed(core.waiting)
         self.capacity: Capacity | None = None  # of the newest executor; kept when it is lost
         self.num_plans = 0
         self.num_plan_bytes = 0
@@ -231,6 +233,8 @@ class SchedulerLoop:
         self.num_plan_bytes += num_bytes
         if self.watchers:
             self._tell_watchers(executor_id, plan, num_bytes)
+        if self.feed.has_followers:
+            self.feed.step(self.core.executors[executor_id], plan, self.now(), num_bytes)
 
     def result_applied(self, step_id: int, outcome: Outcome, *, has_turned: bool) -> None:
         """A result has been; `has_turned`: its executor has begun to drain, or does so no more."""

@@ -13,6 +13,7 @@ from protos.v1 import router_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import RequestError, abort
 from scheduler import wire
 from scheduler.door import RefusedError
+from scheduler.feed import Follower
 from scheduler.loop import SchedulerLoop, Watcher
 from scheduler.parts import PartAssembler
 from scheduler.router_session import RouterSession, SessionError, session_of
@@ -82,6 +83,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 yield await watcher.queue.get()
         finally:
             self._loop.watchers.discard(watcher)
+
+    async def Follow(
+        self, request: router_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.BatchChanges]:
+        """The same for less: what changes, several steps in a message."""
+        follower = Follower(request.executor_id)
+        self._loop.feed.join(follower)
+        try:
+            while True:
+                yield await follower.queue.get()
+        finally:
+            self._loop.feed.leave(follower)
 
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: Context

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from protos.v1 import common_pb2, executor_pb2, router_pb2, scheduler_pb2
 from rpc.version import version
+from scheduler.batch_changes import BatchChanges
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry
@@ -13,12 +14,13 @@ from scheduler.plan import (
     BatchPlan,
     Capacity,
     FinishedSequence,
+    Leaver,
     NewSequence,
     SequenceError,
     StepResult,
 )
 from scheduler.router_session import FinishedOutput, StepOutput
-from scheduler.sequence import FinishReason, Request, StatusCode
+from scheduler.sequence import FinishReason, Request, Sequence, StatusCode
 from scheduler.token_ids import TokenIds
 
 MAX_WAITING_GROUPS = 31  # told one by one
@@ -256,35 +258,33 @@ def cancel_reason(reason: common_pb2.FinishReason.ValueType) -> FinishReason:
 def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> router_pb2.StepSummary:
     """What one iteration does, for those who watch."""
     entered = {item.seq_id for item in plan.admitted}
+    summary = step_gauges(state, plan.step_id, planned_at)
+    summary.members.extend(
+        router_pb2.StepMember(
+            request_id=seq.request.request_id,
+            index=seq.request.sample_index,
+            seq_id=seq_id,
+            num_tokens=count,
+            entered=seq_id in entered,
+            prefill=num_samples == 0,
+            padding=seq.is_padding,
+            tenant=seq.request.tenant,
+        )
+        for seq, seq_id, count, num_samples in zip(
+            plan.rows, plan.seq_ids, plan.num_tokens, plan.num_samples, strict=True
+        )
+    )
+    summary.left.extend(_leaver(leaver) for leaver in plan.left if not leaver.seq.is_padding)
+    summary.num_preempted = sum(leaver.reason is None and not leaver.seq.is_padding for leaver in plan.left)
+    return summary
+
+
+def step_gauges(state: ExecutorState, step_id: int, planned_at: float) -> router_pb2.StepSummary:
+    """How an executor stands after a step was planned; who rides in it is not told."""
     return router_pb2.StepSummary(
         executor_id=state.executor_id,
-        step_id=plan.step_id,
+        step_id=step_id,
         time_seconds=planned_at,
-        members=[
-            router_pb2.StepMember(
-                request_id=seq.request.request_id,
-                index=seq.request.sample_index,
-                seq_id=seq_id,
-                num_tokens=count,
-                entered=seq_id in entered,
-                prefill=num_samples == 0,
-                padding=seq.is_padding,
-                tenant=seq.request.tenant,
-            )
-            for seq, seq_id, count, num_samples in zip(
-                plan.rows, plan.seq_ids, plan.num_tokens, plan.num_samples, strict=True
-            )
-        ],
-        left=[
-            router_pb2.StepLeaver(
-                request_id=leaver.seq.request.request_id,
-                index=leaver.seq.request.sample_index,
-                seq_id=leaver.seq_id,
-                reason=finish_reason(leaver.reason),
-            )
-            for leaver in plan.left
-            if not leaver.seq.is_padding
-        ],
         num_running=len(state.running),
         num_free_blocks=state.blocks.num_free,
         num_cached_blocks=state.blocks.num_idle,
@@ -292,7 +292,60 @@ def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> ro
         max_num_seqs=state.max_num_seqs,
         previous_step_us=state.previous_step_us,
         previous_idle_us=state.previous_idle_us,
-        num_preempted=sum(leaver.reason is None and not leaver.seq.is_padding for leaver in plan.left),
+    )
+
+
+def changes_message(gauges: router_pb2.StepSummary, changes: BatchChanges) -> scheduler_pb2.BatchChanges:
+    """The steps that have not been told yet, for those who follow; `gauges` are the newest one's."""
+    return scheduler_pb2.BatchChanges(
+        newest=gauges,
+        whole=changes.is_fresh,
+        steps=[
+            scheduler_pb2.StepChange(
+                step_id=step.step_id,
+                num_alike=step.num_alike,
+                entered=[_rider(seq_id, seq) for seq_id, seq in step.entered],
+                left=[_leaver(leaver) for leaver in step.left],
+                chunks=[
+                    router_pb2.StepMember(seq_id=seq_id, num_tokens=count, prefill=prefill)
+                    for seq_id, count, prefill in step.chunks
+                ],
+                still_seq_ids=step.still,
+            )
+            for step in changes.steps
+        ],
+    )
+
+
+def whole_message(
+    gauges: router_pb2.StepSummary, changes: BatchChanges, num_missed: int
+) -> scheduler_pb2.BatchChanges:
+    """Who sits where, for a follower that does not know; `num_missed` messages it was not sent."""
+    message = scheduler_pb2.BatchChanges(
+        newest=gauges,
+        whole=True,
+        seated=[_rider(seq_id, seq) for seq_id, seq in changes.seated.items()],
+    )
+    message.newest.num_dropped = num_missed
+    return message
+
+
+def _rider(seq_id: int, seq: Sequence) -> router_pb2.StepMember:
+    return router_pb2.StepMember(
+        request_id=seq.request.request_id,
+        index=seq.request.sample_index,
+        seq_id=seq_id,
+        padding=seq.is_padding,
+        tenant=seq.request.tenant,
+    )
+
+
+def _leaver(leaver: Leaver) -> router_pb2.StepLeaver:
+    return router_pb2.StepLeaver(
+        request_id=leaver.seq.request.request_id,
+        index=leaver.seq.request.sample_index,
+        seq_id=leaver.seq_id,
+        reason=finish_reason(leaver.reason),
     )
 
 

@@ -685,3 +685,97 @@ class GetLoadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class BatchChanges(_message.Message):
+    """Several iterations of one executor, as what each changed. Whoever follows from the first message on knows
+    every step's rows.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEWEST_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    SEATED_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    whole: _builtins.bool
+    """Whether all that was known of this executor is to be forgotten: `seated` sit there before `steps`."""
+    @_builtins.property
+    def newest(self) -> _router_pb2.StepSummary:
+        """The newest of them, and how the executor stands after it; without members and leavers. Its `num_dropped`
+        counts the messages that a slow follower was not sent before this one.
+        """
+
+    @_builtins.property
+    def seated(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.StepMember]:
+        """Who sits there, in order of entering; only in a whole one. Request, choice, seq_id, padding, tenant."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepChange]:
+        """Oldest first; none when a follower is just told who sits where."""
+
+    def __init__(
+        self,
+        *,
+        newest: _router_pb2.StepSummary | None = ...,
+        whole: _builtins.bool = ...,
+        seated: _abc.Iterable[_router_pb2.StepMember] | None = ...,
+        steps: _abc.Iterable[Global___StepChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "seated", b"seated", "steps", b"steps", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchChanges: _TypeAlias = BatchChanges  # noqa: Y015
+
+@_typing.final
+class StepChange(_message.Message):
+    """One iteration, against the one before it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    NUM_ALIKE_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    ENTERED_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    STILL_SEQ_IDS_FIELD_NUMBER: _builtins.int
+    step_id: _builtins.int
+    """Its step, counted from 1 in each epoch."""
+    num_alike: _builtins.int
+    """So many steps came right after it in which nobody came or went and the same rows computed one token each."""
+    @_builtins.property
+    def left(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.StepLeaver]:
+        """Who has left since the step before."""
+
+    @_builtins.property
+    def entered(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.StepMember]:
+        """Who has a row for the first time, after those have left. Request, choice, seq_id, padding, tenant."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.StepMember]:
+        """Who computes a stretch of prompt: seq_id, num_tokens, and prefill when it chooses no token yet."""
+
+    @_builtins.property
+    def still_seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Who sits there and has no row."""
+
+    def __init__(
+        self,
+        *,
+        step_id: _builtins.int = ...,
+        num_alike: _builtins.int = ...,
+        left: _abc.Iterable[_router_pb2.StepLeaver] | None = ...,
+        entered: _abc.Iterable[_router_pb2.StepMember] | None = ...,
+        chunks: _abc.Iterable[_router_pb2.StepMember] | None = ...,
+        still_seq_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "entered", b"entered", "left", b"left", "num_alike", b"num_alike", "step_id", b"step_id", "still_seq_ids", b"still_seq_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepChange: _TypeAlias = StepChange  # noqa: Y015

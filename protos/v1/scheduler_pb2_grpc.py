@@ -51,6 +51,11 @@ class SchedulerStub:
                 request_serializer=protos_dot_v1_dot_router__pb2.WatchRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_router__pb2.StepSummary.FromString,
                 _registered_method=True)
+        self.Follow = channel.unary_stream(
+                '/chairlift.v1.Scheduler/Follow',
+                request_serializer=protos_dot_v1_dot_router__pb2.WatchRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_scheduler__pb2.BatchChanges.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/chairlift.v1.Scheduler/GetLoad',
                 request_serializer=protos_dot_v1_dot_scheduler__pb2.GetLoadRequest.SerializeToString,
@@ -83,6 +88,14 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request, context):
+        """The same for a fraction of the cost: what changes from step to step, several steps in a message, some 12
+        messages a second. The router's live page reads it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """How busy it is, for balancing.
         """
@@ -107,6 +120,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=protos_dot_v1_dot_router__pb2.WatchRequest.FromString,
                     response_serializer=protos_dot_v1_dot_router__pb2.StepSummary.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=protos_dot_v1_dot_router__pb2.WatchRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_scheduler__pb2.BatchChanges.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -196,6 +214,33 @@ class Scheduler:
             '/chairlift.v1.Scheduler/Watch',
             protos_dot_v1_dot_router__pb2.WatchRequest.SerializeToString,
             protos_dot_v1_dot_router__pb2.StepSummary.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/chairlift.v1.Scheduler/Follow',
+            protos_dot_v1_dot_router__pb2.WatchRequest.SerializeToString,
+            protos_dot_v1_dot_scheduler__pb2.BatchChanges.FromString,
             options,
             channel_credentials,
             insecure,

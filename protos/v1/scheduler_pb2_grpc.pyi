@@ -45,6 +45,10 @@ class SchedulerStub:
     """Where one request's time went."""
     Watch: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _router_pb2.StepSummary]
     """What each iteration did, from now on."""
+    Follow: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _scheduler_pb2.BatchChanges]
+    """The same for a fraction of the cost: what changes from step to step, several steps in a message, some 12
+    messages a second. The router's live page reads it.
+    """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]
     """How busy it is, for balancing."""
 
@@ -59,6 +63,10 @@ class SchedulerAsyncStub(SchedulerStub):
     """Where one request's time went."""
     Watch: _aio.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _router_pb2.StepSummary]  # type: ignore[assignment]
     """What each iteration did, from now on."""
+    Follow: _aio.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _scheduler_pb2.BatchChanges]  # type: ignore[assignment]
+    """The same for a fraction of the cost: what changes from step to step, several steps in a message, some 12
+    messages a second. The router's live page reads it.
+    """
     GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]  # type: ignore[assignment]
     """How busy it is, for balancing."""
 
@@ -88,6 +96,16 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.StepSummary], _abc.AsyncIterator[_router_pb2.StepSummary]]:
         """What each iteration did, from now on."""
+
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request: _router_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.BatchChanges], _abc.AsyncIterator[_scheduler_pb2.BatchChanges]]:
+        """The same for a fraction of the cost: what changes from step to step, several steps in a message, some 12
+        messages a second. The router's live page reads it.
+        """
 
     @_abc_1.abstractmethod
     def GetLoad(

@@ -1,4 +1,4 @@
-"""What the live page looks at: each scheduler's step summaries, read once, told to everybody who looks.
+"""What the live page looks at: what each scheduler's steps change, read once, told to everybody who looks.
 
 Nobody looks: no scheduler is asked, and nothing is computed. Somebody is slow: frames are dropped, and the
 next one he gets is whole. Frames are made and encoded once, however many look.
@@ -13,21 +13,21 @@ from typing import Final
 import structlog
 
 from router.latencies import Latencies
-from router.ride import Frame, Ride, Step
+from router.ride import Changes, Frame, Ride
 from rpc.errors import RequestError
 from rpc.histogram import Histogram
 
-# A page gets what has come in this time as one event: 25 a second are a moving picture.
+# A page gets what has come in this time as one event; schedulers tell as often as a moving picture needs.
 EVENT_SECONDS: Final = 0.04
-MAX_FRAMES_PENDING: Final = 512
+MAX_FRAMES_PENDING: Final = 128
 MAX_LOOKERS: Final = 64
 STATS_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 1.0
 
 _log = structlog.get_logger()
 
-# Reads one scheduler's steps until its stream ends, which is a RequestError.
-Source = abc.Callable[[], abc.AsyncGenerator[Step]]
+# Reads what one scheduler's steps change until its stream ends, which is a RequestError.
+Source = abc.Callable[[], abc.AsyncGenerator[Changes]]
 
 # One request's time line, by its id and tenant; RequestError when there is none.
 Story = abc.Callable[[str, str], abc.Awaitable[dict[str, object]]]
@@ -129,10 +129,10 @@ class Live:
         """Reads one scheduler for as long as somebody looks; one that is away is asked again."""
         while True:
             with contextlib.suppress(RequestError):  # its reason is in the router's health, and in the stats
-                async with contextlib.aclosing(source()) as steps:
-                    async for step in steps:
-                        ride = self._rides.setdefault(step.executor_id, Ride())
-                        self._tell(_encoded(ride.frame(step)))
+                async with contextlib.aclosing(source()) as following:
+                    async for changes in following:
+                        ride = self._rides.setdefault(changes.executor_id, Ride())
+                        self._tell(_encoded(ride.frame(changes)))
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _tell_stats(self) -> None:

@@ -1,84 +1,62 @@
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ride import Leaver, Ride, Rider, Step
+from router.ride import Changes, Ride, Rider, Step
 
 
-def rider(seq_id: int, num_tokens: int = 1, *, prefill: bool = False, padding: bool = False) -> Rider:
-    return Rider(seq_id, f"r{seq_id}", 0, num_tokens, prefill, padding)
+def rider(seq_id: int, *, padding: bool = False, tenant: str = "") -> Rider:
+    return Rider(seq_id, f"r{seq_id}", 0, padding, tenant)
 
 
-def step(step_id: int, *riders: Rider, left: tuple[Leaver, ...] = (), num_dropped: int = 0) -> Step:
-    return Step("e", step_id, step_id / 10, riders, left, num_dropped, {"seats": 4})
+def changes(*steps: Step, seated: tuple[Rider, ...] | None = None) -> Changes:
+    newest = max((step.step_id + step.num_alike for step in steps), default=0)
+    return Changes("e", newest, newest / 10, seated, steps, {"seats": 4})
 
 
-def test_the_first_frame_tells_everybody() -> None:
-    assert Ride().frame(step(1, rider(1), rider(2))) == {
+def test_a_frame_tells_of_every_step_what_it_changed_and_of_the_newest_how_things_stand() -> None:
+    steps = [Step(1, entered=(rider(1), rider(2))), Step(2, num_alike=3)]
+    assert Ride().frame(changes(*steps, seated=())) == {
         "executor": "e",
-        "step": 1,
-        "time": 0.1,
+        "step": 5,
+        "time": 0.5,
         "seats": 4,
-        "entered": [[1, "r1", 0], [2, "r2", 0]],
+        "seated": [],
+        "steps": [{"step": 1, "entered": [[1, "r1", 0], [2, "r2", 0]]}, {"step": 2, "alike": 3}],
     }
 
 
-def test_a_step_in_which_nothing_changes_names_nobody() -> None:
-    ride = Ride()
-    ride.frame(step(1, rider(1)))
-    assert ride.frame(step(2, rider(1))) == {"executor": "e", "step": 2, "time": 0.2, "seats": 4}
-
-
-def test_who_left_is_told_with_the_reason_and_who_never_sat_here_is_not() -> None:
-    ride = Ride()
-    ride.frame(step(1, rider(1), rider(2)))
-    frame = ride.frame(step(2, rider(2), left=(Leaver(1, "STOP"), Leaver(77, "ABORT"))))
-    assert frame["left"] == [[1, "STOP"]]
-    assert "still" not in frame
-
-
-def test_a_number_that_leaves_and_another_that_comes_in_one_step_are_both_told() -> None:
-    ride = Ride()
-    ride.frame(step(1, rider(1)))
-    frame = ride.frame(step(2, rider(5), left=(Leaver(1, "PREEMPTED"),)))
-    assert (frame["left"], frame["entered"]) == ([[1, "PREEMPTED"]], [[5, "r5", 0]])
-
-
-def test_chunks_of_prompt_are_told_and_apart_from_them_the_last() -> None:
-    frame = Ride().frame(step(1, rider(1, 64, prefill=True), rider(2, 30), rider(3, padding=True)))
-    assert (frame["prefill"], frame["last_chunk"]) == ([[1, 64]], [[2, 30]])
-    assert frame["entered"][2] == [3, "r3", 0, 1]
+def test_who_left_who_is_in_prefill_and_who_sits_still_is_told() -> None:
+    step = Step(7, left=((1, "STOP"),), prefill=((2, 64),), last_chunk=((3, 30),), still=(4,))
+    (told,) = Ride().frame(changes(step))["steps"]
+    assert told == {
+        "step": 7,
+        "left": ((1, "STOP"),),
+        "prefill": ((2, 64),),
+        "last_chunk": ((3, 30),),
+        "still": (4,),
+    }
 
 
 def test_whose_request_it_is_stands_behind_its_name() -> None:
-    frame = Ride().frame(
-        step(1, replace(rider(1), tenant="red"), replace(rider(2, padding=True), tenant="red"))
-    )
-    assert frame["seated" if "seated" in frame else "entered"] == [
-        [1, "r1", 0, 0, "red"],
-        [2, "r2", 0, 1, "red"],
-    ]
+    riders = (rider(1, tenant="red"), rider(2, padding=True, tenant="red"), rider(3, padding=True))
+    (told,) = Ride().frame(changes(Step(1, entered=riders)))["steps"]
+    assert told["entered"] == [[1, "r1", 0, 0, "red"], [2, "r2", 0, 1, "red"], [3, "r3", 0, 1]]
 
 
-def test_who_has_no_row_sits_still() -> None:
+def test_a_number_that_leaves_and_comes_again_in_one_step_sits_there() -> None:
     ride = Ride()
-    ride.frame(step(1, rider(1), rider(2)))
-    assert ride.frame(step(2, rider(2)))["still"] == [1]
+    ride.frame(changes(Step(1, entered=(rider(1),))))
+    ride.frame(changes(Step(2, left=((1, "PREEMPTED"),), entered=(rider(1),))))
+    assert ride.whole()["seated"] == [[1, "r1", 0]]
 
 
-def test_after_dropped_summaries_the_frame_is_whole_and_nobody_is_left_behind() -> None:
+def test_a_whole_one_forgets_who_sat_there_before() -> None:
     ride = Ride()
-    ride.frame(step(1, rider(1), rider(2)))
-    frame = ride.frame(step(9, rider(2), rider(3), num_dropped=7))
-    assert frame["seated"] == [[2, "r2", 0], [3, "r3", 0]]
-
-
-def test_a_fresh_epoch_counts_from_one_again_and_is_whole() -> None:
-    ride = Ride()
-    ride.frame(step(5, rider(1)))
-    assert ride.frame(step(1, rider(1)))["seated"] == [[1, "r1", 0]]
+    ride.frame(changes(Step(5, entered=(rider(1),))))
+    assert ride.frame(changes(seated=(rider(2),)))["seated"] == [[2, "r2", 0]]
+    assert ride.whole()["seated"] == [[2, "r2", 0]]
 
 
 def follow(frames: list[dict[str, Any]]) -> set[int]:
@@ -87,20 +65,30 @@ def follow(frames: list[dict[str, Any]]) -> set[int]:
     for frame in frames:
         if "seated" in frame:
             seated = {one[0] for one in frame["seated"]}
-            continue
-        seated -= {one[0] for one in frame.get("left", ())}
-        seated |= {one[0] for one in frame.get("entered", ())}
+        for step in frame["steps"]:
+            seated -= {one[0] for one in step.get("left", ())}
+            seated |= {one[0] for one in step.get("entered", ())}
     return seated
 
 
-@given(st.lists(st.tuples(st.sets(st.integers(1, 9)), st.sets(st.integers(1, 9)), st.booleans()), min_size=1))
-def test_whoever_follows_the_frames_knows_who_has_a_row(
-    steps: list[tuple[set[int], set[int], bool]],
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.sets(st.integers(1, 9)), st.sets(st.integers(1, 9))), max_size=3),
+            st.none() | st.sets(st.integers(1, 9)),
+        ),
+        min_size=1,
+    )
+)
+def test_who_comes_late_knows_what_whoever_followed_from_the_first_frame_knows(
+    told: list[tuple[list[tuple[set[int], set[int]]], set[int] | None]],
 ) -> None:
     ride, frames = Ride(), []
-    for step_id, (riders, leavers, dropped) in enumerate(steps, start=1):
-        left = tuple(Leaver(seq_id, "STOP") for seq_id in leavers - riders)
-        frames.append(ride.frame(step(step_id, *map(rider, riders), left=left, num_dropped=int(dropped))))
-        assert follow(frames) >= riders
+    for steps, seated in told:
+        made = [
+            Step(step_id, left=tuple((one, "STOP") for one in left), entered=tuple(map(rider, entered)))
+            for step_id, (left, entered) in enumerate(steps, start=1)
+        ]
+        whole = None if seated is None else tuple(map(rider, seated))
+        frames.append(ride.frame(changes(*made, seated=whole)))
         assert follow(frames) == follow([ride.whole()])
-        assert not follow(frames) & (leavers - riders)

@@ -510,6 +510,27 @@ async def test_a_watcher_of_another_executor_sees_nothing(shell: Shell, executor
     mine.cancel()
 
 
+async def test_a_follower_sees_every_step_and_who_enters_and_leaves(
+    shell: Shell, executor: ObedientExecutor
+) -> None:
+    router = await shell.welcomed()
+    call = shell.stub.Follow(router_pb2.WatchRequest())
+    await until(lambda: shell.loop.feed.has_followers)
+    await router.submit(1, "a", [1, 2], 3)
+    steps: list[scheduler_pb2.StepChange] = []
+    async for message in call:
+        assert message.newest.executor_id == shell.executor_address
+        steps += message.steps
+        if steps[-1].left:
+            break
+    call.cancel()
+    assert [one.request_id for one in steps[0].entered] == ["a"]
+    assert [(leaver.request_id, leaver.reason) for leaver in steps[-1].left] == [("a", LENGTH)]
+    numbers = [step.step_id + i for step in steps for i in range(step.num_alike + 1)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    await until(lambda: not shell.loop.feed.has_followers)
+
+
 async def test_explain_names_a_request_of_which_nothing_is_known(shell: Shell) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="nothing is known of request 'a'") as error:
         await shell.stub.Explain(router_pb2.ExplainRequest(request_id="a"))

@@ -47,22 +47,34 @@ export class Lift {
 
   // --- what happens -------------------------------------------------------------------------------------
 
+  // Several steps; of each only what it changed. Returns the columns that are new.
   take(frame) {
     if (frame.seats > this.seats.length) {
       while (this.seats.length < frame.seats) this.seats.push(null);
       this.isStale = true;
     }
     if (frame.seated) this.reseat(frame.seated);
-    for (const [seqId, reason] of frame.left ?? []) this.leave(seqId, reason);
+    const columns = [];
+    for (const step of frame.steps) {
+      columns.push(this.takeStep(step));
+      for (let i = 1; i <= (step.alike ?? 0); i += 1) columns.push(this.takeStep({ step: step.step + i, still: step.still }));
+    }
+    return columns;
+  }
+
+  takeStep(step) {
+    for (const [seqId, reason] of step.left ?? []) this.leave(seqId, reason);
     const entered = new Set();
-    for (const one of frame.entered ?? []) entered.add(this.enter(one));
-    const chunks = new Map([...frame.prefill ?? [], ...frame.last_chunk ?? []]);
-    const still = new Set(frame.still ?? []);
-    const column = { step: frame.step, riders: new Array(this.seats.length), kinds: new Uint8Array(this.seats.length), marks: new Uint8Array(this.seats.length) };
+    for (const one of step.entered ?? []) entered.add(this.enter(one));
+    const chunks = new Map([...step.prefill ?? [], ...step.last_chunk ?? []]);
+    const still = new Set(step.still ?? []);
+    const column = { step: step.step, riders: new Array(this.seats.length), kinds: new Uint8Array(this.seats.length), marks: new Uint8Array(this.seats.length), sampled: step.last_chunk?.length ?? 0 };
     for (const rider of this.riders.values()) {
       const sits = still.has(rider.seqId), chunk = chunks.get(rider.seqId);
+      const kind = sits ? STILL : rider.isPadding ? PADDING : chunk ? PREFILL : DECODE;
       column.riders[rider.seat] = rider;
-      column.kinds[rider.seat] = sits ? STILL : rider.isPadding ? PADDING : chunk ? PREFILL : DECODE;
+      column.kinds[rider.seat] = kind;
+      column.sampled += kind === DECODE;
       if (entered.has(rider)) column.marks[rider.seat] = ENTERED;
       if (!sits) rider.steps += 1;
       rider.now = sits ? "sits still" : rider.isPadding ? "padding" : chunk ? `prefill, ${chunk} tokens` : "decode";
@@ -103,7 +115,7 @@ export class Lift {
       if (column.riders[rider.seat] !== rider) break;
       this.repaint = Math.max(this.repaint, back);
       if (column.kinds[rider.seat] !== STILL || column.marks[rider.seat]) {
-        column.marks[rider.seat] |= markOf(reason);
+        if (!rider.isPadding) column.marks[rider.seat] |= markOf(reason);
         break;
       }
       column.kinds[rider.seat] = EMPTY;

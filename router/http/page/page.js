@@ -54,10 +54,7 @@ function take(frame) {
   if (frame.stats) return takeStats(frame.stats);
   if (frame.missed) return;
   const shown = lifts.get(frame.executor) ?? addLift(frame.executor);
-  const column = shown.lift.take(frame);
-  let sampled = frame.last_chunk?.length ?? 0;
-  for (const kind of column.kinds) sampled += kind === 1;
-  if (!frame.seated) rate.add(sampled);
+  for (const column of shown.lift.take(frame)) rate.add(column.sampled);
   shown.frame = frame;
   isDirty = true;
 }

@@ -13,25 +13,25 @@ from router.http.live import Live, Looker
 from router.intake import Intake
 from router.key_file import Doorkeeper
 from router.latencies import Latencies
-from router.ride import Rider, Step
+from router.ride import Changes, Rider, Step
 from rpc.errors import RequestError
 from tests.router.stack import Start
 
 
-def step(step_id: int, *seq_ids: int, executor: str = "e") -> Step:
-    riders = tuple(Rider(seq_id, f"r{seq_id}", 0, 1, prefill=False, padding=False) for seq_id in seq_ids)
-    return Step(executor, step_id, 0.0, riders, (), 0)
+def step(step_id: int, *seq_ids: int, executor: str = "e") -> Changes:
+    riders = tuple(Rider(seq_id, f"r{seq_id}", 0) for seq_id in seq_ids)
+    return Changes(executor, step_id, 0.0, None, (Step(step_id, entered=riders),))
 
 
 class Scheduler:
     """A source of steps that a test feeds; counts how often it is read."""
 
     def __init__(self) -> None:
-        self.steps: asyncio.Queue[Step | None] = asyncio.Queue()
+        self.steps: asyncio.Queue[Changes | None] = asyncio.Queue()
         self.num_readers = 0
         self.num_times_read = 0
 
-    async def source(self) -> AsyncGenerator[Step]:
+    async def source(self) -> AsyncGenerator[Changes]:
         self.num_readers += 1
         self.num_times_read += 1
         try:
@@ -84,8 +84,8 @@ async def test_two_look_and_the_scheduler_is_read_once() -> None:
     await next_frames(first, "stats")
     await next_frames(second, "stats")
     scheduler.steps.put_nowait(step(1, 4))
-    assert (await next_frames(first))[0]["entered"] == [[4, "r4", 0]]
-    assert (await next_frames(second))[0]["entered"] == [[4, "r4", 0]]
+    assert (await next_frames(first))[0]["steps"][0]["entered"] == [[4, "r4", 0]]
+    assert (await next_frames(second))[0]["steps"][0]["entered"] == [[4, "r4", 0]]
     assert scheduler.num_readers == 1
     await first.aclose()
     assert scheduler.num_readers == 1
