@@ -2,7 +2,12 @@
 #
 #   docker build --build-arg SERVICE=executor -t chairlift-executor .
 #
-# router and scheduler are built without torch. The model is not in the image: mount it at /models.
+# router and scheduler are built without torch. The model is not in the image: mount it at /models. For a GPU:
+#
+#   docker build --build-arg SERVICE=executor --target executor-gpu -t chairlift-executor-gpu .
+#
+# which computes attention by our Triton kernels. With --build-arg EXTRAS=executor,gpu flash-attn is built and taken;
+# BASE_IMAGE must then have CUDA's compiler beside Python.
 
 ARG BASE_IMAGE=python:3.12-slim
 ARG SERVICE=router
@@ -14,6 +19,8 @@ ARG SERVICE
 # build of torch; with PIP_NO_INDEX=1 it looks nowhere else. LICENSE stands for none: COPY must copy something.
 ARG WHEELS=LICENSE
 ARG PIP_NO_INDEX
+# What to install in place of what the service needs.
+ARG EXTRAS=
 WORKDIR /src
 RUN python3 -m venv /opt/chairlift
 COPY ${WHEELS} /wheels/
@@ -23,8 +30,13 @@ COPY rpc rpc
 COPY chairlift chairlift
 COPY ${SERVICE} ${SERVICE}
 # A router brings its HTTP door along; CHAIRLIFT_HTTP=0.0.0.0:8000 opens it. CHAIRLIFT_TRACES sends traces.
-RUN extras="${SERVICE},tracing"; if [ "${SERVICE}" = router ]; then extras="${extras},http"; fi; \
-    /opt/chairlift/bin/pip install --no-cache-dir --find-links /wheels ".[${extras}]"
+RUN extras="${EXTRAS:-${SERVICE}},tracing"; if [ "${SERVICE}" = router ]; then extras="${extras},http"; fi; \
+    pip="/opt/chairlift/bin/pip install --no-cache-dir --find-links /wheels"; \
+    case ",${extras}," in \
+        *,gpu,*) $pip ".[executor]" hatchling ninja packaging psutil setuptools wheel && \
+            pip="$pip --no-build-isolation" ;; \
+    esac; \
+    $pip ".[${extras}]"
 # The executor's kernels for every instruction set: its image has no compiler, and chooses at its start.
 RUN if [ "${SERVICE}" = executor ]; then \
         command -v g++ || { apt-get update && apt-get install --yes --no-install-recommends g++; } && \
@@ -61,5 +73,13 @@ EXPOSE 50053
 ENV CHAIRLIFT_LISTEN=0.0.0.0:50053 CHAIRLIFT_CACHE_DIR=/opt/chairlift/kernels
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s CMD ["python", "-m", "rpc.health_probe", "127.0.0.1:50053"]
 ENTRYPOINT ["python", "-m", "executor"]
+
+FROM executor AS executor-gpu
+# Triton compiles a few lines of C for each kernel that it starts.
+USER root
+RUN command -v gcc || { apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && \
+    rm -rf /var/lib/apt/lists/*; }
+USER chairlift
+ENV CHAIRLIFT_DEVICE=cuda TRITON_CACHE_DIR=/tmp/triton
 
 FROM ${SERVICE}

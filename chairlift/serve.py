@@ -45,7 +45,13 @@ class ServeSettings(Settings):
     dtype: str | None = Field(
         default=None, description="Number type of the computation: float32 or bfloat16."
     )
-    device: str | None = Field(default=None, description="Where it runs: cpu or cuda.")
+    device: str | None = Field(default=None, description="Where it runs: auto, cpu or cuda.")
+    attention: str | None = Field(
+        default=None, description="What computes attention: flash3, flash2, triton or reference."
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None, description="Share of a GPU's memory that the executor may fill."
+    )
     num_blocks: int | None = Field(default=None, description="KV blocks.")
     block_size: int | None = Field(default=None, description="Tokens in a KV block.")
     num_threads: int | None = Field(default=None, description="Threads of the executor's computation.")
@@ -138,6 +144,8 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "model": ("executor", "router"),
     "dtype": ("executor",),
     "device": ("executor",),
+    "attention": ("executor",),
+    "gpu_memory_utilization": ("executor",),
     "num_blocks": ("executor", "scheduler"),
     "block_size": ("executor",),
     "num_threads": ("executor",),

@@ -49,6 +49,9 @@ def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "Mode
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
+            token_budget=config.token_budget,
+            attention=config.attention,
+            memory_utilization=config.gpu_memory_utilization,
             ranks=ranks,
         )
     except ModelError as error:
@@ -124,7 +127,7 @@ async def serve_first_rank(
             config,
             load,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.token_budget,
+            token_budget=config.token_budget,
             max_window=config.window,
             on_device_busy=leave_device,
             watch=followers.watch,

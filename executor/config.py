@@ -17,11 +17,25 @@ class ExecutorSettings(ServiceSettings):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="Number type of weights, KV cache and computation."
     )
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where to compute.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to compute. auto: cuda where torch finds a GPU, cpu elsewhere."
+    )
+    attention: Literal["flash3", "flash2", "triton", "reference"] | None = Field(
+        default=None,
+        description="What computes attention. Default: the first of these that can, on cpu our own kernels.",
+    )
     num_blocks: int | None = Field(
         default=None, ge=1, le=2**31 - 1, description="KV blocks. Default: what fits into memory."
     )
-    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in a KV block.")
+    block_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Tokens in a KV block. Default: 16, or 256 where flash2 computes attention.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0.0, le=1.0, description="Share of a GPU's memory that the executor may fill."
+    )
     max_num_seqs: int = Field(default=256, ge=1, le=65_536, description="Most sequences in a step.")
     max_num_batched_tokens: int | None = Field(
         default=None,
@@ -57,7 +71,6 @@ class ExecutorSettings(ServiceSettings):
         description="With --traces, every how many steps one gets a span of its own; 0: none.",
     )
 
-    @property
-    def token_budget(self) -> int:
-        """Most tokens in a step, the default filled in."""
-        return self.max_num_batched_tokens or _DEFAULT_TOKEN_BUDGET[self.device]
+    def token_budget(self, device: str) -> int:
+        """Most tokens in a step on a kind of device, the default filled in."""
+        return self.max_num_batched_tokens or _DEFAULT_TOKEN_BUDGET[device]

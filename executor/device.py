@@ -11,11 +11,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from executor.inputs import SampleRow, StepInputs, build_inputs
+from executor.inputs import SampleRow, StepBatch, StepInputs, build_inputs
 from executor.sequences import BatchPlan, MatcherOf, PromptLogprobs, Sampled, SequenceTable, StepResult
 
 T = TypeVar("T")
@@ -55,6 +56,43 @@ class StepOutput(Protocol):
     @property
     def sample_us(self) -> int:
         """Microseconds in the sampler."""
+
+
+class LateOutput(Protocol):
+    """What a step that was waited for has brought."""
+
+    @property
+    def sampled(self) -> Sampled:
+        """One entry for each sampling row."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprobs]:
+        """As in `StepOutput`."""
+
+    @property
+    def idle_us(self) -> int:
+        """Microseconds that the device stood still before the step."""
+
+    @property
+    def forward_us(self) -> int:
+        """Microseconds of the device in the model."""
+
+    @property
+    def sample_us(self) -> int:
+        """Microseconds of the device in the sampler."""
+
+
+class Pipeline(Protocol):
+    """A device that is asked for steps and waited for later."""
+
+    def launch(self, batch: StepBatch, settle_before: Callable[[], None]) -> Any:
+        """Ask for a step. What is returned can `wait()`, in any thread, and is to be collected."""
+
+    def collect(self, launched: Any) -> LateOutput:
+        """A launched step's results, in the order of the launches."""
+
+    def forget(self) -> None:
+        """The next step has none before it."""
 
 
 class Runner(Protocol):
@@ -103,6 +141,10 @@ class Runner(Protocol):
     @property
     def matcher_of(self) -> MatcherOf | None:
         """What may follow output ids under a constraint; None where outputs cannot be constrained."""
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The device as one that works while the host goes on; None when each step is waited for."""
 
     def warm_up(self) -> None:
         """Make one real token. Raises when the device cannot."""
@@ -173,10 +215,21 @@ class EpochWork:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Later(Generic[T]):
+    """What a job returns when it has asked the device for something and not waited for it."""
+
+    wait: Callable[[], None]
+    """returns when it is there; called in another thread"""
+    finish: Callable[[], T]
+    """the outcome; called in the device's thread, as a job of its own. Must not raise"""
+
+
 class DeviceThread:
     """Runs functions one after the other in a thread of its own.
 
-    The thread is a daemon: a step that never returns does not keep the process from ending.
+    What is there `Later` is waited for in a second thread, so that the jobs behind it run meanwhile. Both
+    threads are daemons: a step that never returns does not keep the process from ending.
     """
 
     def __init__(self) -> None:
@@ -184,18 +237,42 @@ class DeviceThread:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
+        self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._waiter: threading.Thread | None = None
 
-    def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        """Run `job` after all before it; then `done` on the event loop with what it returned.
+    def submit(self, job: Callable[[], T | Later[T]], done: Callable[[T], None]) -> None:
+        """Run `job` after all before it; then `done` on the event loop with its outcome.
 
-        `job` must not raise.
+        `job` must not raise. Outcomes that are there later come in the order of their jobs.
         """
 
         def run() -> None:
             outcome = job()
-            self._loop.call_soon_threadsafe(done, outcome)
+            if isinstance(outcome, Later):
+                self._finish_later(outcome, done)
+            else:
+                self._loop.call_soon_threadsafe(done, outcome)
 
         self._jobs.put(run)
+
+    def _finish_later(self, later: Later[T], done: Callable[[T], None]) -> None:
+        def finish() -> None:
+            self._loop.call_soon_threadsafe(done, later.finish())
+
+        def wait() -> None:
+            # What is wrong with the device shows again where the outcome is made, and is dealt with there.
+            with suppress(Exception):
+                later.wait()
+            self._jobs.put(finish)
+
+        if self._waiter is None:
+            self._waiter = threading.Thread(target=self._wait, name="device-waiter", daemon=True)
+            self._waiter.start()
+        self._waits.put(wait)
+
+    def _wait(self) -> None:
+        while True:
+            self._waits.get()()
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` after all before it and hand on what it returns or raises."""

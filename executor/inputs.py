@@ -37,7 +37,7 @@ class StepInputs:
     """One forward pass over T tokens of R rows, S of which sample. Decode rows (one token) come first.
 
     Attributes:
-        token_ids: int64 [T].
+        token_ids: int64 [T]; IN_FLIGHT where the device alone knows it yet.
         positions: int64 [T], position of each token in its sequence.
         slot_mapping: int64 [T], where its KV is written: `block_id * block_size + offset`.
         query_start_loc: int32 [R + 1], where each row's tokens begin; the last entry is T.

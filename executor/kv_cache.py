@@ -29,8 +29,6 @@ CPU_MEMORY_SHARE = 0.4
 """Of the memory that is available after the weights are loaded."""
 CPU_MEMORY_LIMIT_BYTES = 4 << 30
 """So that a machine with other work to do keeps its memory unless told otherwise."""
-CUDA_MEMORY_SHARE = 0.85
-"""Of the device memory that is free after the weights are loaded; the rest is for activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,32 +99,26 @@ def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) ->
 
 
 def default_num_blocks(
-    config: ModelConfig,
-    *,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_num_seqs: int,
-    num_sharers: int = 1,
+    config: ModelConfig, *, block_size: int, dtype: torch.dtype, max_num_seqs: int, num_sharers: int = 1
 ) -> int:
-    """As many blocks as a share of the free memory holds, of which `num_sharers` processes take equal parts.
+    """As many blocks as a share of the CPU's free memory holds; `num_sharers` processes take equal parts.
 
     No more than `max_num_seqs` whole sequences need. Raises `ModelError` when there is no memory for one.
     """
-    if device.type == "cpu":
-        budget = min(int(available_memory_bytes() * CPU_MEMORY_SHARE), CPU_MEMORY_LIMIT_BYTES)
-    else:
-        budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_MEMORY_SHARE)
-    budget //= num_sharers
+    budget = min(int(available_memory_bytes() * CPU_MEMORY_SHARE), CPU_MEMORY_LIMIT_BYTES) // num_sharers
     block_bytes = bytes_per_block(config, block_size, dtype)
     affordable = budget // block_bytes - 1  # the trash block
     if affordable < 1:
         raise ModelError(
-            f"{budget} bytes of {device.type} memory can be used for the KV cache, and two blocks of "
+            f"{budget} bytes of memory can be used for the KV cache, and two blocks of "
             f"{block_size} tokens need {2 * block_bytes}; free memory, or give num_blocks."
         )
-    useful = max_num_seqs * -(-config.max_seq_len // block_size)
-    return min(affordable, useful)
+    return min(affordable, useful_num_blocks(config, block_size=block_size, max_num_seqs=max_num_seqs))
+
+
+def useful_num_blocks(config: ModelConfig, *, block_size: int, max_num_seqs: int) -> int:
+    """What `max_num_seqs` sequences of the greatest length fill."""
+    return max_num_seqs * -(-config.max_seq_len // block_size)
 
 
 def available_memory_bytes() -> int:

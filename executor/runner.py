@@ -14,27 +14,40 @@ import structlog
 import torch
 
 from executor import logprobs, sampler, self_test
-from executor.attention.base import AttentionBackend, AttentionSpec, select_backend
+from executor.accelerator import Accelerator, Cuda
+from executor.attention.base import AttentionBackend, AttentionSpec, named_backend, select_backend
+from executor.attention.flash2 import Flash2Attention
+from executor.attention.flash3 import Flash3Attention
+from executor.attention.paged_triton import TritonAttention
 from executor.attention.reference import ReferenceAttention
+from executor.captured import CapturedDecode, captured_sizes
 from executor.constraints import Constraint, Constraints, Matcher
-from executor.inputs import SampleRow, Scored, StepInputs
+from executor.device_memory import check_weights_fit, largest_step, num_blocks_that_fit, num_profile_blocks
+from executor.inputs import SampleRow, Scored, StepBatch, StepInputs
 from executor.kernels.build import KernelsUnavailableError
 from executor.kernels.library import fastest
-from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
+from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks, useful_num_blocks
 from executor.model import ModelError
 from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
 from executor.model.config import ModelConfig
 from executor.model.decoder import Decoder, Hidden
-from executor.model.weights import load_weights
+from executor.model.weights import load_weights, weight_bytes
 from executor.operations.base import Operations
 from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
 from executor.parallel.ranks import Alone, Ranks
+from executor.pipeline import Pipeline
 from executor.sequences import PromptLogprobs, Sampled, SamplingParams
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (ReferenceAttention,)
+BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (
+    Flash3Attention,
+    Flash2Attention,
+    TritonAttention,
+    ReferenceAttention,
+)
 """In order of preference."""
+CPU_BLOCK_SIZE: Final = 16
 FEATURES: Final = ("logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists")
 
 log = structlog.get_logger()
@@ -77,6 +90,7 @@ class ModelRunner:
         dtype: str,
         device: torch.device,
         ranks: Ranks,
+        pipeline: Pipeline | None,
     ) -> None:
         self._config: ModelConfig = checkpoint.config
         self._ranks = ranks
@@ -84,6 +98,7 @@ class ModelRunner:
         self._model = model
         self._choose = operations.choose
         self._kv_cache = kv_cache
+        self._pipeline = pipeline
         self._dtype = dtype
         self._device = device
         self._fingerprints = Fingerprints(
@@ -103,63 +118,107 @@ class ModelRunner:
         dtype: str,
         device: str,
         num_blocks: int | None,
-        block_size: int,
+        block_size: int | None,
         max_num_seqs: int,
+        token_budget: Callable[[str], int] = lambda _: 2048,
+        attention: str | None = None,
+        memory_utilization: float = 0.9,
         ranks: Ranks | None = None,
     ) -> "ModelRunner":
         """Load a Hugging Face folder or a GGUF file, or this rank's shard of it; `ranks` are met here.
 
-        `dtype` is float32 or bfloat16, `device` cpu or cuda. `num_blocks` of the KV cache (None: what a share
-        of the free memory holds, and no more than `max_num_seqs` whole sequences need), of `block_size`
-        tokens each. Raises `ModelError`.
+        `dtype` is float32 or bfloat16, `device` cpu, cuda or auto. `num_blocks` of the KV cache (None: what
+        fits into memory, on a GPU into the share `memory_utilization` of it, and no more than `max_num_seqs`
+        whole sequences need), of `block_size` tokens each (None: what suits the attention back end, which is
+        the one named `attention`, or the first that can serve). `token_budget` tells the most tokens in a
+        step on a kind of device. Raises `ModelError`.
         """
         started = time.monotonic()
-        torch_dtype, torch_device = checked_dtype(dtype, device), checked_device(device)
+        torch_device = checked_device(device)
+        torch_dtype = checked_dtype(dtype, torch_device.type)
+        accelerator = accelerator_of(torch_device)
         ranks = Alone() if ranks is None else ranks
         checkpoint = open_checkpoint(path)
         shard = ranks.shard(checkpoint)
         ranks.meet()
         config = shard.config
-        spec = AttentionSpec(
-            device=torch_device,
-            dtype=torch_dtype,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            scale=config.attention_scale,
-            soft_cap=config.attention_soft_cap,
-        )
-        operations = ranks.joined(select_operations(spec), checkpoint)
+
+        def spec_of(own_block_size: int) -> AttentionSpec:
+            return AttentionSpec(
+                device=torch_device,
+                dtype=torch_dtype,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                block_size=block_size or own_block_size,
+                scale=config.attention_scale,
+                soft_cap=config.attention_soft_cap,
+                has_window=any(kind.window is not None for kind in config.layers),
+            )
+
+        operations = ranks.joined(select_operations(spec_of, attention), checkpoint)
+        if accelerator is not None:
+            check_weights_fit(accelerator, weight_bytes(config, torch_dtype))
         weights = load_weights(shard, torch_dtype, torch_device, operations)
-        if num_blocks is None:
+        model = Decoder(config, weights, operations)
+        block_size = operations.block_size
+        block_bytes = bytes_per_block(config, block_size, torch_dtype)
+
+        def cache_of(num_blocks: int) -> KVCache:
+            return KVCache(
+                config,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                dtype=torch_dtype,
+                device=torch_device,
+            )
+
+        if num_blocks is None and accelerator is None:
             num_blocks = default_num_blocks(
                 config,
                 block_size=block_size,
                 dtype=torch_dtype,
-                device=torch_device,
                 max_num_seqs=max_num_seqs,
                 num_sharers=ranks.num_sharers,
             )
+        elif num_blocks is None:
+            assert accelerator is not None
+            num_tokens = token_budget(torch_device.type)
+            largest = largest_step(
+                max_num_seqs=max_num_seqs,
+                num_tokens=num_tokens,
+                max_seq_len=config.max_seq_len,
+                block_size=block_size,
+            )
+            profiled = cache_of(num_profile_blocks(num_tokens, config.max_seq_len, block_size))
+            whole = checkpoint.config
+            num_blocks = num_blocks_that_fit(
+                accelerator,
+                lambda: run_profiled(accelerator, model, operations, profiled, largest, whole.vocab_size),
+                block_bytes=block_bytes,
+                block_size=block_size,
+                num_tokens=num_tokens,
+                memory_utilization=memory_utilization,
+                useful=useful_num_blocks(config, block_size=block_size, max_num_seqs=max_num_seqs),
+            )
+            del profiled
         num_blocks = ranks.least(num_blocks)
-        kv_cache = KVCache(
-            config,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=torch_dtype,
-            device=torch_device,
-        )
+        kv_cache = cache_of(num_blocks)
+        pipeline = None
+        # The other ranks are told ids: a step of several ranks is not launched before they are known.
+        if accelerator is not None and ranks.size == 1:
+            pipeline = pipeline_of(accelerator, model, operations, kv_cache, config, max_num_seqs)
         log.info(
             "model_loaded",
             path=str(path),
             dtype=dtype,
             stored_as=sorted({tensor.dtype for tensor in checkpoint.tensors.values()}),
-            device=device,
+            device=torch_device.type,
             seconds=round(time.monotonic() - started, 2),
             weight_bytes=weights.num_bytes,
             num_blocks=num_blocks,
             block_size=block_size,
-            kv_cache_bytes=(num_blocks + 1) * bytes_per_block(config, block_size, torch_dtype),
+            kv_cache_bytes=(num_blocks + 1) * block_bytes,
             max_seq_len=config.max_seq_len,
             eos_token_ids=checkpoint.eos_token_ids,
         )
@@ -167,13 +226,14 @@ class ModelRunner:
         ranks.agree("weights", weights.fingerprint)
         return cls(
             checkpoint,
-            model=Decoder(config, weights, operations),
+            model=model,
             model_fingerprint=weights.fingerprint,
             operations=operations,
             kv_cache=kv_cache,
             dtype=dtype,
             device=torch_device,
             ranks=ranks,
+            pipeline=pipeline,
         )
 
     @property
@@ -225,6 +285,11 @@ class ModelRunner:
     def matcher_of(self) -> Callable[[Constraint, Sequence[int]], Matcher] | None:
         """What may follow output ids under a constraint; None when the vocabulary's texts are not known."""
         return None if self._constraints is None else self._constraints.matcher
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The device as one that works while the host goes on; None for the CPU."""
+        return self._pipeline
 
     @property
     def row_invariant(self) -> bool:
@@ -323,16 +388,32 @@ def checked_dtype(dtype: str, device: str) -> torch.dtype:
 
 
 def checked_device(device: str) -> torch.device:
-    """The torch device of kind `device`. Raises `ModelError` when it is not there."""
+    """The torch device of kind `device`, auto being a GPU if there is one. Raises `ModelError` without it."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in {"cpu", "cuda"}:
-        raise ModelError(f"device {device!r} is not supported; supported: cpu, cuda.")
+        raise ModelError(f"device {device!r} is not supported; supported: auto, cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device; use cpu.")
     return torch.device(device)
 
 
-def select_operations(spec: AttentionSpec) -> Operations:
-    """Our own kernels where they can compute this; plain torch where not, and the log says why."""
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """The device as one that works while the host goes on; None for the CPU."""
+    return Cuda(device) if device.type == "cuda" else None
+
+
+def select_operations(spec_of: Callable[[int], AttentionSpec], attention: str | None) -> Operations:
+    """Our own kernels where they can compute this; plain torch where not, and the log says why.
+
+    `spec_of` says what is needed, given the block size that suits who is asked. `attention` names the back
+    end to take.
+    """
+    if attention is not None:
+        named = PlainOperations(select_backend([named_backend(BACKENDS, attention)], spec_of))
+        log.info("operations_selected", operations=named.name, asked_for=attention)
+        return named
+    spec = spec_of(CPU_BLOCK_SIZE)
     refusal = CpuOperations.refusal(spec)
     if refusal is None:
         try:
@@ -342,9 +423,52 @@ def select_operations(spec: AttentionSpec) -> Operations:
         else:
             log.info("operations_selected", operations=operations.name)
             return operations
-    plain = PlainOperations(select_backend(BACKENDS, spec))
+    plain = PlainOperations(select_backend(BACKENDS, spec_of))
     log.info("operations_selected", operations=plain.name, no_kernels=refusal)
     return plain
+
+
+def run_profiled(
+    accelerator: Accelerator,
+    model: Decoder,
+    operations: Operations,
+    cache: KVCache,
+    step: StepBatch,
+    vocab_size: int,
+) -> None:
+    """A step as it will be served, over a cache made for it."""
+    if isinstance(operations, PlainOperations):
+        pipeline = Pipeline(accelerator, model, operations, cache, vocab_size=vocab_size)
+        pipeline.collect(pipeline.launch(step, lambda: None))
+        return
+    with torch.inference_mode():
+        logits = model.logits(step.inputs, cache)  # of several ranks: whole on the first one, which samples
+        if logits.shape[1] == vocab_size:
+            sampler.sample(logits, step.sample_rows, operations.choose)
+
+
+@torch.inference_mode()
+def pipeline_of(
+    accelerator: Accelerator,
+    model: Decoder,
+    operations: Operations,
+    kv_cache: KVCache,
+    config: ModelConfig,
+    max_num_seqs: int,
+) -> Pipeline:
+    """The steps of a model, those of decode rows captured where the attention back end allows it."""
+    assert isinstance(operations, PlainOperations), "our own kernels are the CPU's"
+    captured = None
+    if operations.attention.can_be_captured:
+        captured = CapturedDecode(
+            accelerator,
+            model,
+            operations,
+            kv_cache,
+            sizes=captured_sizes(max_num_seqs),
+            max_seq_len=config.max_seq_len,
+        )
+    return Pipeline(accelerator, model, operations, kv_cache, vocab_size=config.vocab_size, captured=captured)
 
 
 def constraints_of(checkpoint: Checkpoint) -> Constraints | None:

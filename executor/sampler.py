@@ -29,6 +29,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from executor import logprobs
@@ -95,8 +96,22 @@ def hold(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Sequence[SampleRow]
     constrained = [index for index, row in enumerate(rows) if row.matcher is not None]
     if not constrained:
         return rows, {}
+    held, excluded, faults = exclusions(rows, constrained, logits.shape[-1])
+    places = torch.tensor(constrained, device=logits.device)
+    mask = torch.from_numpy(excluded).to(logits.device)
+    logits[places] = logits[places].masked_fill(mask, -torch.inf)
+    return held, faults
+
+
+def exclusions(
+    rows: Sequence[SampleRow], constrained: Sequence[int], vocab_size: int
+) -> tuple[Sequence[SampleRow], NDArray[np.bool_], dict[int, str]]:
+    """What the constraints of the rows `constrained` exclude, bool `[num_constrained, vocab_size]`.
+
+    Beside it the rows, and what is wrong by row.
+    """
     held, faults = list(rows), {}
-    excluded = np.zeros((len(constrained), logits.shape[-1]), dtype=np.bool_)
+    excluded = np.zeros((len(constrained), vocab_size), dtype=np.bool_)
     for place, index in enumerate(constrained):
         row = rows[index]
         assert row.matcher is not None
@@ -108,10 +123,7 @@ def hold(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Sequence[SampleRow]
         excluded[place] = ~allowed
         if row.masked_ids and allowed.sum() == allowed[list(row.masked_ids)].sum():
             held[index] = replace(row, masked_ids=())
-    places = torch.tensor(constrained, device=logits.device)
-    mask = torch.from_numpy(excluded).to(logits.device)
-    logits[places] = logits[places].masked_fill(mask, -torch.inf)
-    return held, faults
+    return held, excluded, faults
 
 
 def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
@@ -188,11 +200,17 @@ def error_of(highest: float) -> str | None:
 
 def draw(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Draw a token id for each row (int64 `[num_rows]`) of `logits`, whose maxima are `highest`."""
-    weights = filtered(likelihoods(logits, highest, rows), rows)
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
+    weights = filtered(likelihoods(logits, highest, temperatures), rows)
     numbers = uniforms([row.params.seed for row in rows], [row.output_index for row in rows])
     cdf = weights.cumsum(dim=-1, dtype=torch.float64)
+    return drawn_from(cdf, torch.from_numpy(numbers).to(logits.device))
+
+
+def drawn_from(cdf: Tensor, numbers: Tensor) -> Tensor:
+    """The token ids (int64 `[num_rows]`) at which `numbers`, in [0, 1), stand in the float64 sums `cdf`."""
     total = cdf[:, -1:].contiguous()
-    target = total * torch.from_numpy(numbers).to(logits.device)[:, None]
+    target = total * numbers[:, None]
     # The first token whose CDF exceeds the target. Rounding may lift a target to the total: the last token
     # with any weight is the limit, and it is the first whose CDF is the total.
     found = torch.searchsorted(cdf, target, right=True)
@@ -200,9 +218,8 @@ def draw(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return torch.minimum(found, last).squeeze(-1)
 
 
-def likelihoods(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def likelihoods(logits: Tensor, highest: Tensor, temperatures: Tensor) -> Tensor:
     """Likelihoods at the rows' temperatures, relative to the most likely token, which has 1."""
-    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
     # The maximum is taken off first: however small the temperature, the most likely token stays at exp(0).
     smallest = torch.finfo(torch.float32).tiny
     return ((logits - highest[:, None]) / temperatures.clamp(min=smallest)[:, None]).exp()

@@ -32,6 +32,8 @@ NOT_FINITE: Final = (
     "the model's logits for this sequence are not numbers (NaN or infinite): it cannot be continued"
 )
 
+IN_FLIGHT: Final = -1
+"""Stands for a token that is sampled and not known here yet: the device has it."""
 MAX_LOGPROBS: Final = 20
 """Most alternatives a request may ask for."""
 MAX_REPETITION_PENALTY: Final = 100
@@ -220,7 +222,7 @@ class Row:
 
     Attributes:
         seq_id: whose.
-        token_ids: the tokens to compute.
+        token_ids: the tokens to compute; the last may be IN_FLIGHT.
         first_position: position of the first of them.
         block_ids: int32, the sequence's whole block table.
         params: how its next token is chosen.
@@ -256,6 +258,23 @@ class _Sequence:
     adjustment: Adjustment | None
     prompt_logprobs_from: int | None
     matcher: Matcher | None
+    has_ended: bool = False
+
+    @property
+    def is_at_its_end(self) -> bool:
+        """Whether its length alone ends it, whatever the newest token is."""
+        num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
+        return self.stop_rule.is_long_enough(num_output_tokens=num_output_tokens, seq_len=len(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that the device has and whose results are not in: its rows, and what erred before."""
+
+    step_id: int
+    epoch: int
+    rows: list[tuple[Row, _Sequence]]
+    errors: list[SequenceError]
 
 
 @dataclass(slots=True)
@@ -285,7 +304,13 @@ MatcherOf = Callable[[Constraint, Sequence[int]], Matcher]
 
 
 class SequenceTable:
-    """All sequences of one epoch: `apply` a plan, compute its rows, `commit` what was sampled."""
+    """All sequences of one epoch: `apply` a plan, compute its rows, `commit` what was sampled.
+
+    Where a device works while the host goes on, `commit` comes in two parts: `advance` once the step is on
+    its way, `settle` when its results are in. Between them the next plan may be applied, whose rows then
+    begin with tokens that are IN_FLIGHT. A sequence whose end is found by `settle` is a ghost from its own
+    step on, as if it had been known: what a later flight has of it is passed over.
+    """
 
     __slots__ = (
         "_block_size",
@@ -325,9 +350,9 @@ class SequenceTable:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sequences: dict[int, _Sequence] = {}
-        self._ghosts: dict[int, _Ghost] = {}  # in the order they ended
+        self._ghosts: dict[int, _Ghost] = {}
         self._used_seq_ids = _IdSet()
-        self._rows: list[Row] = []
+        self._rows: list[tuple[Row, _Sequence]] = []
         self._errors: list[SequenceError] = []  # of the step between apply and commit
 
     @property
@@ -356,7 +381,7 @@ class SequenceTable:
         self._grow(plan)
         self._check_ceilings(plan)
         self._rows = self._plan_rows(plan)
-        return self._rows
+        return [row for row, _ in self._rows]
 
     def commit(
         self,
@@ -370,19 +395,41 @@ class SequenceTable:
         `sampled_seq_ids` tells whose each entry of `sampled` is: every row that samples, in any order.
         `prompt_logprobs` has those of the rows' scored stretches, without the ones that are no numbers.
         """
+        return self.settle(self.advance(plan), sampled_seq_ids, sampled, prompt_logprobs)
+
+    def advance(self, plan: BatchPlan) -> Flight:
+        """The plan's rows are on their way: what they compute is computed, and what they sample as known."""
+        for row, sequence in self._rows:
+            sequence.num_computed_tokens += len(row.token_ids)
+            if row.output_index is not None:
+                sequence.token_ids.append(IN_FLIGHT)
+        flight = Flight(plan.step_id, plan.epoch, self._rows, self._errors)
+        self._rows, self._errors = [], []
+        return flight
+
+    def settle(
+        self,
+        flight: Flight,
+        sampled_seq_ids: Sequence[int],
+        sampled: Sampled,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
+    ) -> StepResult:
+        """Take in what a step sampled, end what has ended, and say so. Flights settle in their order."""
         index_of = {seq_id: i for i, seq_id in enumerate(sampled_seq_ids)}
         seq_ids: list[int] = []
         num_sampled: list[int] = []
         token_ids: list[int] = []
         logprobs: list[tuple[int, TokenLogprobs]] = []
         finished: list[FinishedSequence] = []
+        errors = flight.errors
         scored = {stretch.seq_id: stretch for stretch in prompt_logprobs}
-        for row in self._rows:
-            sequence = self._sequences[row.seq_id]
-            sequence.num_computed_tokens += len(row.token_ids)
+        for row, sequence in flight.rows:
+            if sequence.has_ended:
+                scored.pop(row.seq_id, None)
+                continue
             if row.scored is not None and row.seq_id not in scored:
-                self._errors.append(SequenceError(row.seq_id, NOT_FINITE, INTERNAL))
-                self._end(row.seq_id, plan.step_id)
+                errors.append(SequenceError(row.seq_id, NOT_FINITE, INTERNAL))
+                self._end(row.seq_id, sequence, flight.step_id)
                 continue
             if row.output_index is None:
                 seq_ids.append(row.seq_id)
@@ -393,11 +440,12 @@ class SequenceTable:
                 scored.pop(row.seq_id, None)
                 is_request_fault = row.matcher is not None and row.matcher.fault is not None
                 code = INVALID_ARGUMENT if is_request_fault else INTERNAL
-                self._errors.append(SequenceError(row.seq_id, error, code))
-                self._end(row.seq_id, plan.step_id)
+                errors.append(SequenceError(row.seq_id, error, code))
+                self._end(row.seq_id, sequence, flight.step_id)
                 continue
             token_id = sampled.token_ids[i]
-            sequence.token_ids.append(token_id)
+            num_known = sequence.num_prompt_tokens + row.output_index + 1
+            sequence.token_ids[num_known - 1] = token_id
             if sequence.adjustment is not None:
                 sequence.adjustment.took(token_id)
             seq_ids.append(row.seq_id)
@@ -406,37 +454,34 @@ class SequenceTable:
             if (chances := sampled.logprobs[i]) is not None:
                 logprobs.append((row.seq_id, chances))
             reason = sequence.stop_rule.finish_reason(
-                token_id, num_output_tokens=row.output_index + 1, seq_len=len(sequence.token_ids)
+                token_id, num_output_tokens=row.output_index + 1, seq_len=num_known
             )
             if reason is not None:
                 matched = token_id if reason is FinishReason.STOP else None
                 finished.append(FinishedSequence(row.seq_id, reason, matched))
-                self._end(row.seq_id, plan.step_id)
+                self._end(row.seq_id, sequence, flight.step_id)
             elif row.matcher is not None:
                 row.matcher.take(token_id)
-        result = StepResult(
-            epoch=plan.epoch,
-            step_id=plan.step_id,
+        return StepResult(
+            epoch=flight.epoch,
+            step_id=flight.step_id,
             seq_ids=tuple(seq_ids),
             num_sampled=tuple(num_sampled),
             token_ids=tuple(token_ids),
             logprobs=tuple(logprobs),
             finished=tuple(finished),
-            errors=tuple(self._errors),
+            errors=tuple(errors),
             prompt_logprobs=tuple(scored.values()),
         )
-        self._rows, self._errors = [], []
-        return result
 
-    def _end(self, seq_id: int, step_id: int) -> None:
-        sequence = self._sequences.pop(seq_id)
-        self._ghosts[seq_id] = _Ghost(step_id, sequence.num_computed_tokens)
+    def _end(self, seq_id: int, sequence: _Sequence, step_id: int) -> None:
+        sequence.has_ended = True
+        # A plan that was applied since may have released it.
+        if self._sequences.pop(seq_id, None) is not None:
+            self._ghosts[seq_id] = _Ghost(step_id, sequence.num_computed_tokens)
 
     def _forget_ghosts(self, acked_step_id: int) -> None:
-        while self._ghosts:
-            seq_id = next(iter(self._ghosts))
-            if self._ghosts[seq_id].ended_step > acked_step_id:
-                return
+        for seq_id in [each for each, ghost in self._ghosts.items() if ghost.ended_step <= acked_step_id]:
             del self._ghosts[seq_id]
 
     def _admit(self, new: NewSequence, step_id: int) -> None:
@@ -526,8 +571,8 @@ class SequenceTable:
         if len(set(plan.seq_ids)) != len(plan.seq_ids):
             raise PlanError("a sequence has two rows in one plan; each may have one")
 
-    def _plan_rows(self, plan: BatchPlan) -> list[Row]:
-        rows: list[Row] = []
+    def _plan_rows(self, plan: BatchPlan) -> list[tuple[Row, _Sequence]]:
+        rows: list[tuple[Row, _Sequence]] = []
         positions_sum = 0
         for seq_id, num_tokens in zip(plan.seq_ids, plan.num_tokens, strict=True):
             if num_tokens < 1:
@@ -539,7 +584,10 @@ class SequenceTable:
             if (sequence := self._sequences.get(seq_id)) is None:
                 raise PlanError(f"sequence {seq_id} has a row and is not known here")
             positions_sum += sequence.num_computed_tokens
-            rows.append(self._row(seq_id, sequence, num_tokens))
+            if sequence.token_ids[-1] == IN_FLIGHT and sequence.is_at_its_end:
+                sequence.num_computed_tokens += num_tokens  # a ghost's as soon as its step settles
+                continue
+            rows.append((self._row(seq_id, sequence, num_tokens), sequence))
         if positions_sum != plan.positions_sum:
             raise PlanError(
                 f"positions_sum is {plan.positions_sum} in the plan and {positions_sum} here: "

@@ -9,14 +9,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
 from executor import wire
-from executor.device import DeviceThread, EpochWork, Runner, StepTimings
+from executor.device import DeviceThread, EpochWork, Later, Runner, StepTimings
+from executor.late_work import LateEpochWork
 from executor.metrics import ExecutorMetrics
 from executor.sequences import BatchPlan, PlanError, SequenceTable, StepResult
 from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Superseded
@@ -30,6 +31,9 @@ from rpc.settings import ServiceSettings
 SERVICE_NAME: Final = "chairlift.v1.Executor"
 
 _log = structlog.get_logger()
+
+T = TypeVar("T")
+_Work = EpochWork | LateEpochWork
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -79,8 +83,9 @@ class _Call:
 class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
     """Serves one runner. Made on the event loop; `ready` puts it into service.
 
-    `max_window` is the most unanswered plans, `grace_seconds` how long it drains. `on_device_lost` is told,
-    with the reason, when the device cannot make a token any more.
+    `token_budget` tells the most tokens in a step on a kind of device, `max_window` is the most unanswered
+    plans, `grace_seconds` how long it drains. `on_device_lost` is told, with the reason, when the device
+    cannot make a token any more.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         device: DeviceThread,
         *,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
+        token_budget: Callable[[str], int],
         max_window: int,
         grace_seconds: float,
         on_device_lost: Callable[[BaseException], None],
@@ -97,13 +102,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         self._device = device
         self._traces = traces
         self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._token_budget = token_budget
+        self._max_num_batched_tokens = 0  # until it is known what the device is
         self._max_window = max_window
         self._on_device_lost = on_device_lost
         self._runner: Runner | None = None
         self._instance_id = secrets.token_hex(8)
         self._session: Session[executor_pb2.StepResult] = Session(max_window)
-        self._work: EpochWork | None = None
+        self._work: _Work | None = None
         self._calls: dict[int, _Call] = {}
         self._grace_seconds = grace_seconds
         self._leaves_at: float | None = None  # on the event loop's clock; set when it begins to drain
@@ -113,6 +119,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
     def ready(self, runner: Runner) -> None:
         """Serve with `runner`, which has been loaded and has made a token."""
         self._runner = runner
+        self._max_num_batched_tokens = self._token_budget(runner.device)
 
     async def drain(self) -> None:
         """Say `draining` in every result from now on; return when the scheduler has nothing left here."""
@@ -150,19 +157,18 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         if past_epoch is not None:
             self._end_epoch(self._session.refusal(past_epoch))
         runner = self._runner
-        self._work = EpochWork(
-            runner,
-            SequenceTable(
-                num_blocks=runner.num_blocks,
-                block_size=runner.block_size,
-                max_num_seqs=self._max_num_seqs,
-                max_num_batched_tokens=self._max_num_batched_tokens,
-                max_seq_len=runner.max_seq_len,
-                vocab_size=runner.vocab_size,
-                eos_token_ids=runner.eos_token_ids,
-                matcher_of=runner.matcher_of,
-            ),
+        table = SequenceTable(
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            max_seq_len=runner.max_seq_len,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=runner.eos_token_ids,
+            matcher_of=runner.matcher_of,
         )
+        pipeline = runner.pipeline
+        self._work = EpochWork(runner, table) if pipeline is None else LateEpochWork(runner, pipeline, table)
         _log.info("opened", scheduler_id=request.scheduler_id, term=term, epoch=epoch)
         return wire.open_response(
             runner,
@@ -292,12 +298,20 @@ class _Failed:
 _Outcome = tuple[StepResult, StepTimings] | _Failed | None
 
 
-def _execute(work: EpochWork, plan: BatchPlan) -> _Outcome:
+def _execute(work: _Work, plan: BatchPlan) -> _Outcome | Later[_Outcome]:
     """Run one plan; None when its epoch has ended meanwhile."""
+    outcome = _guarded(work, plan, lambda: work.execute(plan))
+    if not isinstance(outcome, Later):
+        return outcome
+    finish = outcome.finish
+    return Later(outcome.wait, lambda: _guarded(work, plan, finish))
+
+
+def _guarded(work: _Work, plan: BatchPlan, step: Callable[[], T]) -> T | _Failed | None:
     if work.is_over:
         return None
     try:
-        return work.execute(plan)
+        return step()
     except PlanError as error:
         return _fail(work, f"step {plan.step_id}: {error}")
     except Exception as error:  # noqa: BLE001 - what failed is unknown: all state of the epoch is in doubt
@@ -306,7 +320,7 @@ def _execute(work: EpochWork, plan: BatchPlan) -> _Outcome:
         return _fail(work, sentence, device_lost=work.device_fault())
 
 
-def _fail(work: EpochWork, sentence: str, device_lost: BaseException | None = None) -> _Failed:
+def _fail(work: _Work, sentence: str, device_lost: BaseException | None = None) -> _Failed:
     work.is_over = True  # the plans behind this one are already with the device
     return _Failed(sentence, device_lost)
 
@@ -332,7 +346,7 @@ async def serve(
     load: Callable[[], Runner],
     *,
     max_num_seqs: int,
-    max_num_batched_tokens: int,
+    token_budget: Callable[[str], int],
     max_window: int,
     on_device_busy: Callable[[], None] = lambda: None,
     watch: Callable[[], Awaitable[NoReturn]] | None = None,
@@ -356,7 +370,7 @@ async def serve(
     servicer = ExecutorServicer(
         device,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        token_budget=token_budget,
         max_window=max_window,
         grace_seconds=settings.grace_seconds,
         on_device_lost=lose_device,

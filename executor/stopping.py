@@ -43,9 +43,12 @@ class StopRule:
         """
         if token_id in self.end_token_ids:
             return FinishReason.STOP
-        if num_output_tokens >= self.max_tokens or seq_len >= self.max_seq_len:
-            return FinishReason.LENGTH
-        return None
+        is_long = self.is_long_enough(num_output_tokens=num_output_tokens, seq_len=seq_len)
+        return FinishReason.LENGTH if is_long else None
+
+    def is_long_enough(self, *, num_output_tokens: int, seq_len: int) -> bool:
+        """Whether its length alone ends the sequence, whatever its last token is."""
+        return num_output_tokens >= self.max_tokens or seq_len >= self.max_seq_len
 
 
 def end_token_ids(

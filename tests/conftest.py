@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, settings
 from tests.rig import cluster, tiny_model
 from tests.rig.oracle import Oracle
 
+# Read when triton is imported, whoever imports it first: its kernels run on the CPU then, slowly.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A change is judged on the same examples each time; people and `make soak` draw new ones.
 settings.register_profile(
     "ci", derandomize=True, print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]

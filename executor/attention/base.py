@@ -6,7 +6,7 @@ the flash-attn kernels take: ragged queries (`query_start_loc` is their `cu_seql
 is contiguous. Queries are the last tokens of their sequences: the causal mask is aligned to the bottom right.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from executor.inputs import StepInputs
 from executor.kv_cache import LayerCache
 from executor.model.errors import ModelError
+from executor.staging import StepArrays
 
 log = structlog.get_logger()
 
@@ -35,6 +36,8 @@ class AttentionSpec:
     """what the products of queries and keys are multiplied with"""
     soft_cap: float | None = None
     """c, where scores are `c * tanh(scores / c)`"""
+    has_window: bool = False
+    """whether a layer sees a window of its context"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,11 @@ class AttentionBackend(Protocol):
 
     name: str
     spec: AttentionSpec
+    block_size: int
+    """The smallest block it takes, which is what it gets unless another one is asked for."""
+    can_be_captured: bool
+    """Whether a decode step's work depends on nothing but tensors and the number of rows: so that it can be
+    captured once and done again for other sequences."""
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
@@ -72,8 +80,8 @@ class AttentionBackend(Protocol):
 
     def __init__(self, spec: AttentionSpec) -> None: ...
 
-    def prepare(self, inputs: StepInputs) -> AttentionMetadata:
-        """The step's metadata, on the device."""
+    def prepare(self, inputs: StepInputs, arrays: StepArrays) -> AttentionMetadata:
+        """The step's metadata, from its arrays on the host and on the device."""
 
     def write_kv(self, cache: LayerCache, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> None:
         """Put the new tokens' `keys` and `values`, `[T, num_kv_heads, head_dim]`, into their slots."""
@@ -87,17 +95,56 @@ class AttentionBackend(Protocol):
         """
 
 
-def select_backend(candidates: Sequence[type[AttentionBackend]], spec: AttentionSpec) -> AttentionBackend:
-    """The first of `candidates` that can serve `spec`; logs it, with why the earlier ones cannot.
+def metadata_of(
+    inputs: StepInputs, arrays: StepArrays, block_size: int, plan: Any = None
+) -> AttentionMetadata:
+    """The metadata as every back end has it, and what one worked out itself."""
+    return AttentionMetadata(
+        query_start_loc=arrays.query_start_loc,
+        seq_lens=arrays.seq_lens,
+        block_tables=arrays.block_tables,
+        slot_blocks=arrays.slot_mapping // block_size,
+        slot_offsets=arrays.slot_mapping % block_size,
+        num_decodes=inputs.num_decodes,
+        max_query_len=inputs.max_query_len,
+        max_seq_len=inputs.max_seq_len,
+        plan=plan,
+    )
 
-    Raises `ModelError` when none can.
+
+def write_slots(cache: LayerCache, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> None:
+    """Put the new tokens' `keys` and `values`, `[T, num_kv_heads, head_dim]`, into their slots."""
+    cache.keys[metadata.slot_blocks, metadata.slot_offsets] = keys
+    cache.values[metadata.slot_blocks, metadata.slot_offsets] = values
+
+
+def select_backend(
+    candidates: Sequence[type[AttentionBackend]], spec_of: Callable[[int], AttentionSpec]
+) -> AttentionBackend:
+    """The first of `candidates` that can serve; logs it, with why the earlier ones cannot.
+
+    `spec_of` says what is needed, given the size of a candidate's own blocks. Raises `ModelError` when none
+    can.
     """
     refusals: dict[str, str] = {}
     for candidate in candidates:
+        spec = spec_of(candidate.block_size)
         refusal = candidate.refusal(spec)
         if refusal is None:
-            log.info("attention_selected", backend=candidate.name, refused=refusals)
+            log.info(
+                "attention_selected", backend=candidate.name, block_size=spec.block_size, refused=refusals
+            )
             return candidate(spec)
         refusals[candidate.name] = refusal
+    device = spec_of(1).device.type
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
-    raise ModelError(f"no attention back end can serve this model on {spec.device.type} ({reasons}).")
+    raise ModelError(f"no attention back end can serve this model on {device} ({reasons}).")
+
+
+def named_backend(candidates: Sequence[type[AttentionBackend]], name: str) -> type[AttentionBackend]:
+    """The candidate of that name. Raises `ModelError` when there is none."""
+    for candidate in candidates:
+        if candidate.name == name:
+            return candidate
+    names = ", ".join(candidate.name for candidate in candidates)
+    raise ModelError(f"attention {name!r} is not known; there are {names}.")

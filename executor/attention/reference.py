@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor.attention.base import AttentionMetadata, AttentionSpec
+from executor.attention.base import AttentionMetadata, AttentionSpec, metadata_of, write_slots
 from executor.inputs import StepInputs
 from executor.kv_cache import LayerCache
+from executor.staging import StepArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class ReferenceAttention:
     """`AttentionBackend` in plain torch."""
 
     name = "reference"
+    block_size = 16
+    can_be_captured = False  # its groups depend on the lengths
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:  # noqa: ARG003 - it serves everything
@@ -72,26 +75,12 @@ class ReferenceAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
-    def prepare(self, inputs: StepInputs) -> AttentionMetadata:
+    def prepare(self, inputs: StepInputs, arrays: StepArrays) -> AttentionMetadata:
         """The step's metadata, with its rows sorted into groups and chunks."""
-        device = self.spec.device
-        slots = torch.from_numpy(inputs.slot_mapping).to(device)
-        return AttentionMetadata(
-            query_start_loc=torch.from_numpy(inputs.query_start_loc).to(device),
-            seq_lens=torch.from_numpy(inputs.seq_lens).to(device),
-            block_tables=torch.from_numpy(inputs.block_tables).to(device),
-            slot_blocks=slots // self.spec.block_size,
-            slot_offsets=slots % self.spec.block_size,
-            num_decodes=inputs.num_decodes,
-            max_query_len=inputs.max_query_len,
-            max_seq_len=inputs.max_seq_len,
-            plan=ReferencePlan(self._groups(inputs), self._chunks(inputs)),
-        )
+        plan = ReferencePlan(self._groups(inputs), self._chunks(inputs))
+        return metadata_of(inputs, arrays, self.spec.block_size, plan)
 
-    def write_kv(self, cache: LayerCache, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> None:
-        """Put the new tokens' keys and values into their slots."""
-        cache.keys[metadata.slot_blocks, metadata.slot_offsets] = keys
-        cache.values[metadata.slot_blocks, metadata.slot_offsets] = values
+    write_kv = staticmethod(write_slots)
 
     def forward(
         self, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, *, window: int | None

@@ -52,9 +52,10 @@ class Decoder:
         """Everything but the output head."""
         step = self._operations.prepare(inputs)
         normed = self._operations.repeat(step, kv_cache)
-        return Hidden(self._layers(step, kv_cache) if normed is None else normed, step)
+        return self.layers(step, kv_cache) if normed is None else Hidden(normed, step)
 
-    def _layers(self, step: StepTensors, kv_cache: KVCache) -> Tensor:
+    def layers(self, step: StepTensors, kv_cache: KVCache) -> Hidden:
+        """The same, of a step that is on the device, operation by operation."""
         config, operations, weights = self._config, self._operations, self._weights
         # Each layer is followed by the norm that the next one, or the output head, reads.
         norms = [*(layer.attention_norm for layer in weights.layers), weights.final_norm]
@@ -77,7 +78,7 @@ class Decoder:
             )
             update = operations.update(operations.gated(normed, layer.gate_up, self._activation), layer.down)
             normed = operations.add_norm(hidden, update, norms[index + 1], update_norm=layer.mlp_update_norm)
-        return normed
+        return Hidden(normed, step)
 
     def head(self, hidden: Hidden, indices: Tensor | None = None) -> Tensor:
         """Float32 logits of the sampling rows, or of the tokens at `indices` (int64) into T.

@@ -134,6 +134,14 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What the weights take in memory: matrices and biases in `dtype`, norms in float32."""
+    return sum(
+        math.prod(shape) * (torch.float32 if name.endswith("norm.weight") else dtype).itemsize
+        for name, shape in expected_shapes(config).items()
+    )
+
+
 def check_names_and_shapes(checkpoint: Checkpoint) -> None:
     """Raises `ModelError` unless every tensor that the model needs is there in its size."""
     expected = expected_shapes(checkpoint.config)

@@ -66,6 +66,8 @@ class Operations(Protocol):
 
     name: str
     """For people, and for what the bits depend on."""
+    block_size: int
+    """Tokens in a block of the cache."""
     row_invariant: bool
     """Whether a token's results have the same bits whatever else is in the batch and however it was cut."""
 

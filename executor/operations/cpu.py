@@ -112,6 +112,7 @@ class CpuOperations:
     def __init__(self, kernels: Kernels, spec: AttentionSpec) -> None:
         self._kernels = kernels
         self._spec = spec
+        self.block_size = spec.block_size
         self._is_bfloat16 = spec.dtype == torch.bfloat16
         self._numbers_per_unit = 4 // spec.dtype.itemsize
         self._arena = Arena()

@@ -15,6 +15,7 @@ from executor.attention.base import AttentionBackend
 from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import KVCache, LayerCache
 from executor.operations.base import Activation, Linear, Norm, StepTensors
+from executor.staging import StepArrays, on_device
 
 
 class PlainOperations:
@@ -23,8 +24,9 @@ class PlainOperations:
     row_invariant = False
 
     def __init__(self, attention: AttentionBackend) -> None:
-        self._attention = attention
+        self.attention = attention
         self._spec = attention.spec
+        self.block_size = attention.spec.block_size
         self.name = f"torch, {attention.name} attention"
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -39,12 +41,15 @@ class PlainOperations:
 
     def prepare(self, inputs: StepInputs) -> StepTensors:
         """The step's arrays on the device."""
-        device = self._spec.device
+        return self.arrange(inputs, on_device(inputs, self._spec.device))
+
+    def arrange(self, inputs: StepInputs, arrays: StepArrays) -> StepTensors:
+        """The same, when the arrays are there already."""
         return StepTensors(
-            token_ids=torch.from_numpy(inputs.token_ids).to(device),
-            positions=torch.from_numpy(inputs.positions).to(device),
-            logits_indices=torch.from_numpy(inputs.logits_indices).to(device),
-            attention=self._attention.prepare(inputs),
+            token_ids=arrays.token_ids,
+            positions=arrays.positions,
+            logits_indices=arrays.logits_indices,
+            attention=self.attention.prepare(inputs, arrays),
         )
 
     def repeat(self, step: StepTensors, kv_cache: KVCache) -> Tensor | None:  # noqa: ARG002 - the interface's
@@ -104,12 +109,12 @@ class PlainOperations:
         query, key, value = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         cos, sin = rope[step.positions].unsqueeze(2).unbind(1)
         rotated = _rotated(key, key_norm, cos, sin).to(spec.dtype)
-        self._attention.write_kv(cache, rotated, value, step.attention)
+        self.attention.write_kv(cache, rotated, value, step.attention)
         return _rotated(query, query_norm, cos, sin).to(spec.dtype)
 
     def attend(self, query: Tensor, step: StepTensors, cache: LayerCache, *, window: int | None) -> Tensor:
         """By the back end."""
-        return self._attention.forward(query, cache, step.attention, window=window).flatten(1)
+        return self.attention.forward(query, cache, step.attention, window=window).flatten(1)
 
 
 def _linear(inputs: Tensor, layer: Linear) -> Tensor:

@@ -43,6 +43,7 @@ class ParallelOperations:
         self._vocabulary = vocabularies[rank]
         self._widths = [len(each) for each in vocabularies]
         self.name = f"{shard.name}, {len(vocabularies)} ranks"
+        self.block_size = shard.block_size
         self.row_invariant = shard.row_invariant and exchange.is_ordered
 
     # --- with the others ------------------------------------------------------------------------------

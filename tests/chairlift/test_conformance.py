@@ -53,6 +53,19 @@ async def test_our_executor_conforms_with_a_real_model(tmp_path: Path) -> None:
     assert code == 0
 
 
+async def test_our_executor_conforms_when_it_launches_a_step_before_the_one_before_is_settled(
+    tmp_path: Path,
+) -> None:
+    flags = ["--model", str(tiny_model.build(tmp_path / "tiny")), "--listen", f"unix:{tmp_path}/e.sock"]
+    flags += ["--dtype", "float32", "--num-blocks", "256", "--num-threads", "1"]
+    with service_process.running("tests.rig.late_executor", *flags) as executor:
+        code, outcomes = await verdicts(executor.address)
+    assert failures(outcomes) == []
+    skipped = {name for name, outcome in outcomes.items() if outcome.verdict is Verdict.SKIPPED}
+    assert skipped == {"batch changes nothing"}  # which plain torch does not promise
+    assert code == 0
+
+
 async def test_an_executor_that_takes_one_token_a_step_conforms_as_far_as_it_can_be_asked(
     tmp_path: Path,
 ) -> None:

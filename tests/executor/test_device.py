@@ -1,9 +1,11 @@
+import asyncio
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
-from executor.device import DeviceThread, EpochWork, StepTimings
+from executor.device import DeviceThread, EpochWork, Later, StepTimings
 from executor.sequences import BatchPlan, NewSequence, SamplingParams, SequenceTable
 from tests.rig.scripted_executor import Script, ScriptedRunner
 
@@ -64,4 +66,44 @@ async def test_what_a_called_function_raises_is_raised_to_the_caller() -> None:
     with pytest.raises(ZeroDivisionError):
         await device.call(lambda: 1 // 0)
     assert await device.call(lambda: 5) == 5
+    device.close()
+
+
+async def outcome(device: DeviceThread, job: Callable[[], Later[str]]) -> str:
+    future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    device.submit(job, future.set_result)
+    return await future
+
+
+async def test_jobs_run_while_another_ones_outcome_is_waited_for_and_outcomes_keep_their_order() -> None:
+    device = DeviceThread()
+    seen: list[str] = []
+    both_launched, threads = threading.Event(), set()
+
+    def launch(name: str, *, is_last: bool) -> Later[str]:
+        threads.add(threading.get_ident())
+        if is_last:
+            both_launched.set()
+
+        def wait() -> None:
+            threads.add(threading.get_ident())
+            assert both_launched.wait(20), "the second job runs while the first one's outcome is waited for"
+
+        return Later(wait, lambda: f"{name} in {threading.get_ident()}")
+
+    device.submit(lambda: launch("first", is_last=False), seen.append)
+    device.submit(lambda: launch("second", is_last=True), seen.append)
+    thread = await device.call(threading.get_ident)
+    assert await outcome(device, lambda: Later(lambda: None, lambda: "last")) == "last"
+    assert seen == [f"first in {thread}", f"second in {thread}"]
+    assert len(threads) == 2
+    device.close()
+
+
+async def test_a_wait_that_raises_leaves_the_word_to_the_outcome() -> None:
+    def wait() -> None:
+        raise RuntimeError("the device fell off the bus")
+
+    device = DeviceThread()
+    assert await outcome(device, lambda: Later(wait, lambda: "what is wrong")) == "what is wrong"
     device.close()

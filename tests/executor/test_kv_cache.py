@@ -62,7 +62,6 @@ def default(
         CONFIG,
         block_size=16,
         dtype=torch.float32,
-        device=CPU,
         max_num_seqs=max_num_seqs,
         num_sharers=num_sharers,
     )

@@ -69,7 +69,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     servicer = ExecutorServicer(
         device,
         max_num_seqs=8,
-        max_num_batched_tokens=64,
+        token_budget=lambda _: 64,
         max_window=2,
         grace_seconds=9.0,
         on_device_lost=lost.append,

@@ -209,6 +209,7 @@ class ScriptedRunner:
     dtype = "float32"
     device = "scripted"
     matcher_of = None
+    pipeline = None
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -411,7 +412,7 @@ def main(argv: list[str] | None = None) -> None:
             ),
             load,
             max_num_seqs=script.max_num_seqs,
-            max_num_batched_tokens=script.max_num_batched_tokens,
+            token_budget=lambda _: script.max_num_batched_tokens,
             max_window=script.window,
         )
 

@@ -1,0 +1,71 @@
+"""Attention by FlashAttention 3 (the package `flash_attn_interface`, for Hopper).
+
+One function serves decode rows, chunks and mixed batches alike: ragged queries, a page table, any block size.
+Rows of a block past a context's end are multiplied with a probability of zero: the cache is made of zeros.
+"""
+
+from typing import Final
+
+from torch import Tensor
+
+from executor.attention.base import AttentionMetadata, AttentionSpec, metadata_of, write_slots
+from executor.attention.flash import function, mask_options, missing, unfit, wanted_arguments
+from executor.attention.splits import num_splits
+from executor.inputs import StepInputs
+from executor.kv_cache import LayerCache
+from executor.staging import StepArrays
+
+MODULE: Final = "flash_attn_interface"
+FUNCTION: Final = "flash_attn_with_kvcache"
+ARGUMENTS: Final = (
+    *("q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q"),
+    *("softmax_scale", "causal", "num_splits"),
+)
+HEURISTIC: Final = 0
+"""Of splits: the package chooses, by the lengths. Not for what is captured."""
+
+
+class Flash3Attention:
+    """`AttentionBackend` by FlashAttention 3."""
+
+    name = "flash3"
+    block_size = 16
+    can_be_captured = True
+
+    @classmethod
+    def refusal(cls, spec: AttentionSpec) -> str | None:
+        """What it needs: Hopper, a half type, the package."""
+        return unfit(spec, least_capability=9) or missing(
+            MODULE, FUNCTION, (*ARGUMENTS, *wanted_arguments(spec))
+        )
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self._attend = function(MODULE, FUNCTION)
+
+    def prepare(self, inputs: StepInputs, arrays: StepArrays) -> AttentionMetadata:
+        """The step's metadata, with the number of splits."""
+        is_decode = inputs.max_query_len == 1
+        splits = num_splits(inputs.num_decodes, self.spec.num_kv_heads) if is_decode else HEURISTIC
+        return metadata_of(inputs, arrays, self.spec.block_size, splits)
+
+    write_kv = staticmethod(write_slots)
+
+    def forward(
+        self, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, *, window: int | None
+    ) -> Tensor:
+        """One call for the whole batch."""
+        output: Tensor = self._attend(
+            q=query,
+            k_cache=cache.keys,
+            v_cache=cache.values,
+            cache_seqlens=metadata.seq_lens,
+            page_table=metadata.block_tables,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            softmax_scale=self.spec.scale,
+            causal=True,
+            num_splits=metadata.plan,
+            **mask_options(self.spec, window),
+        )
+        return output

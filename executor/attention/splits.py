@@ -1,0 +1,19 @@
+"""Into how many parts the contexts of a decode step are cut, so that few long ones fill a whole GPU.
+
+A function of the number of rows and of nothing that differs between two steps of as many rows: a captured
+step is cut as the same step is that was not captured.
+"""
+
+from typing import Final
+
+WANTED_PARTS: Final = 528
+"""Four for each of an H100's or H200's 132 multiprocessors."""
+MOST_SPLITS: Final = 16
+
+
+def num_splits(num_rows: int, num_kv_heads: int) -> int:
+    """Parts of each row's context: a power of two."""
+    splits = 1
+    while 2 * splits <= MOST_SPLITS and num_rows * num_kv_heads * splits < WANTED_PARTS:
+        splits *= 2
+    return splits

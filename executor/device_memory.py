@@ -1,0 +1,97 @@
+"""How many KV blocks fit on a GPU: by trying out the largest step, not by a guess at it.
+
+    total x memory_utilization  =  what is taken already  +  the largest step's own  +  the KV cache
+                                   (weights, the driver,     (measured)                 (what is left)
+                                   others on the same GPU)
+
+The largest step has as many tokens as a plan may have, spread over as many sequences, each of which samples
+with every option there is. It runs over a small cache of its own, which is given back.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import structlog
+
+from executor.accelerator import Accelerator
+from executor.adjustments import adjustment_of
+from executor.inputs import StepBatch, build_inputs
+from executor.model.errors import ModelError
+from executor.sequences import Row, SamplingParams
+
+GIB = 2**30
+
+log = structlog.get_logger()
+
+
+def largest_step(*, max_num_seqs: int, num_tokens: int, max_seq_len: int, block_size: int) -> StepBatch:
+    """A step that takes the most memory; its sequences share the blocks `0` to `num_profile_blocks - 1`."""
+    num_rows = min(max_num_seqs, num_tokens)
+    params = SamplingParams(
+        max_tokens=1, temperature=1.0, top_p=0.9, seed=1, logprobs=20, repetition_penalty=1.1
+    )
+    blocks = np.arange(num_profile_blocks(num_tokens, max_seq_len, block_size), dtype=np.int32)
+    lengths = [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
+    rows = [
+        Row(seq_id, [0] * min(length, max_seq_len), 0, blocks, params, 0, (), adjustment_of(params, (0,), ()))
+        for seq_id, length in enumerate(lengths, start=1)
+    ]
+    return build_inputs(rows, block_size)
+
+
+def num_profile_blocks(num_tokens: int, max_seq_len: int, block_size: int) -> int:
+    """Blocks of the cache that the largest step runs over."""
+    return -(-min(num_tokens, max_seq_len) // block_size)
+
+
+def num_blocks_that_fit(
+    accelerator: Accelerator,
+    run_largest_step: Callable[[], None],
+    *,
+    block_bytes: int,
+    block_size: int,
+    num_tokens: int,
+    memory_utilization: float,
+    useful: int,
+) -> int:
+    """Blocks for plans, one more being kept for the trash block; `useful` is the most that can be filled.
+
+    Raises `ModelError` when nothing is left.
+    """
+    before = accelerator.memory()
+    step_bytes = accelerator.peak_bytes(run_largest_step)
+    taken = before.total - before.free
+    allowed = int(before.total * memory_utilization)
+    left = allowed - taken - step_bytes
+    affordable = left // block_bytes - 1
+    log.info(
+        "memory_profiled",
+        total_bytes=before.total,
+        allowed_bytes=allowed,
+        taken_bytes=taken,
+        step_bytes=step_bytes,
+        kv_cache_bytes=max(0, left),
+    )
+    if affordable < 1:
+        raise ModelError(
+            f"the GPU has {_gib(before.total)}, of which gpu_memory_utilization {memory_utilization} allows "
+            f"{_gib(allowed)}; {_gib(taken)} are taken by the weights and by others, and a step of "
+            f"{num_tokens} tokens takes {_gib(step_bytes)} more: the KV cache needs at least two blocks of "
+            f"{block_size} tokens, {_gib(2 * block_bytes)}, and {_gib(max(0, left))} are left. Lower "
+            "max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization, or free memory on the GPU."
+        )
+    return min(affordable, useful)
+
+
+def check_weights_fit(accelerator: Accelerator, num_bytes: int) -> None:
+    """Raises `ModelError` when the device has no room for the weights."""
+    memory = accelerator.memory()
+    if num_bytes > memory.free:
+        raise ModelError(
+            f"the weights need {_gib(num_bytes)}, and {_gib(memory.free)} of the GPU's {_gib(memory.total)} "
+            "are free; use a smaller model or another dtype, or free memory on the GPU."
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

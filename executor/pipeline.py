@@ -1,0 +1,234 @@
+"""Steps on a GPU, asked for one after the other while the ones before still run.
+
+    launch k      arrays (one copy) -> token ids, some of step k - 1 -> layers -> logits -> choice -> parcel
+    launch k + 1  the same, right behind it in the stream; the host has not seen the tokens of step k
+    collect k     wait for the mark behind step k's parcel, unpack it
+
+Nothing between `launch` and `collect` waits for the device, but for one thing: what a constraint allows
+depends on the token before, so that the choice of a constrained row waits for the step before to be settled;
+its forward pass does not.
+
+Knows no plan, no end of a sequence. Use it from one thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from executor import late_logprobs, late_sampler, logprobs
+from executor.accelerator import Accelerator, Event
+from executor.captured import CapturedDecode
+from executor.inputs import StepBatch, StepInputs
+from executor.kv_cache import KVCache
+from executor.late_sampler import Wishes
+from executor.model.decoder import Decoder, Hidden
+from executor.operations.base import StepTensors
+from executor.operations.plain import PlainOperations
+from executor.parcel import Parcel
+from executor.sequences import IN_FLIGHT, PromptLogprobs, Sampled
+from executor.staging import Staging, StepArrays, arrays_of
+
+FEED: Final = "feed"
+"""Name of the array that says, for each token, which row of the step before sampled it; -1 for none."""
+NO_WISHES: Final = Wishes({}, {}, [], [])
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device has been asked for."""
+
+    batch: StepBatch
+    wishes: Wishes
+    parcel: Parcel | None
+    started: Event
+    forwarded: Event
+    ended: Event
+    before: Event | None
+    """the end of the step before"""
+
+    def wait(self) -> None:
+        """Return when its results are on the host."""
+        self.ended.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class LateOutput:
+    """What a step chose, and the device's microseconds: standing still before it, forward pass, sampling."""
+
+    sampled: Sampled
+    prompt_logprobs: list[PromptLogprobs]
+    idle_us: int
+    forward_us: int
+    sample_us: int
+
+
+class Pipeline:
+    """The steps of one model over one cache."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: Decoder,
+        operations: PlainOperations,
+        kv_cache: KVCache,
+        *,
+        vocab_size: int,
+        captured: CapturedDecode | None = None,
+    ) -> None:
+        self._accelerator = accelerator
+        self._model = model
+        self._operations = operations
+        self._kv_cache = kv_cache
+        self._vocab_size = vocab_size
+        self._captured = captured
+        self._staging = Staging(accelerator)
+        self._last: Launched | None = None
+        self._last_ids: Tensor | None = None
+
+    @torch.inference_mode()
+    def launch(self, batch: StepBatch, settle_before: Callable[[], None]) -> Launched:
+        """Ask for a step.
+
+        `settle_before` is called when a row needs to know the token that the step before sampled for it.
+        """
+        started, forwarded, ended = (self._accelerator.event() for _ in range(3))
+        inputs = batch.inputs
+        size = None if self._captured is None else self._captured.size_for(inputs)
+        if self._captured is not None and size is not None:
+            inputs = self._captured.padded(inputs, size)
+        in_flight = batch.inputs.token_ids[batch.inputs.logits_indices] == IN_FLIGHT
+        must_settle = any(
+            late and row.matcher is not None for late, row in zip(in_flight, batch.sample_rows, strict=True)
+        )
+        wishes = NO_WISHES if must_settle else self._wishes(batch, in_flight.tolist())
+
+        started.record()
+        there = self._staging.put(
+            arrays_of(inputs) | self._feed(batch, inputs, in_flight) | _scored_ids(inputs) | wishes.arrays
+        )
+        arrays = self._fed(there)
+        hidden = self._forward(inputs, arrays, size)
+        parts = self._scores(hidden, inputs, there)
+        logits = self._model.head(hidden) if batch.sample_rows else None
+        forwarded.record()
+        if must_settle:
+            settle_before()
+            wishes = self._wishes(batch, [False] * len(batch.sample_rows))
+            there = self._staging.put(wishes.arrays)
+        self._last_ids = None
+        if logits is not None:
+            last_tokens = arrays.token_ids[arrays.logits_indices]
+            chosen = late_sampler.chosen(logits, last_tokens, there, max(wishes.num_tops, default=0))
+            self._last_ids = chosen["token_ids"]
+            parts |= chosen
+        parcel = Parcel.send(parts, self._accelerator) if parts else None
+        ended.record()
+        before = None if self._last is None else self._last.ended
+        self._last = Launched(batch, wishes, parcel, started, forwarded, ended, before)
+        return self._last
+
+    def collect(self, launched: Launched) -> LateOutput:
+        """A step's results. Waits for them; steps are collected in their order."""
+        launched.wait()
+        numbers = {} if launched.parcel is None else launched.parcel.unpack()
+        sampled = Sampled([], [], [])
+        if launched.batch.sample_rows:
+            sampled = late_sampler.sampled(numbers, launched.wishes)
+        before = launched.before
+        return LateOutput(
+            sampled,
+            _prompt_logprobs(launched.batch.inputs, numbers),
+            0 if before is None else max(0, launched.started.us_since(before)),
+            launched.forwarded.us_since(launched.started),
+            launched.ended.us_since(launched.forwarded),
+        )
+
+    def forget(self) -> None:
+        """The next step begins anew: nothing before it counts."""
+        self._last = self._last_ids = None
+
+    def _wishes(self, batch: StepBatch, in_flight: Sequence[bool]) -> Wishes:
+        return late_sampler.wishes(batch.sample_rows, in_flight, self._vocab_size)
+
+    def _feed(
+        self, batch: StepBatch, inputs: StepInputs, in_flight: NDArray[np.bool_]
+    ) -> dict[str, NDArray[np.generic]]:
+        if not in_flight.any():
+            return {}
+        assert self._last is not None, "a token in flight was sampled by the step before"
+        place_of = {seq_id: place for place, seq_id in enumerate(self._last.batch.sampled_seq_ids)}
+        seq_ids = np.array(batch.sampled_seq_ids)[in_flight].tolist()
+        feed = np.full(len(inputs.token_ids), -1, dtype=np.int64)
+        feed[inputs.logits_indices[in_flight]] = [place_of[seq_id] for seq_id in seq_ids]
+        return {FEED: feed}
+
+    def _fed(self, there: dict[str, Tensor]) -> StepArrays:
+        arrays = StepArrays(**{name: there[name] for name in StepArrays.__slots__})
+        if FEED not in there:
+            return arrays
+        assert self._last_ids is not None, "a token in flight was sampled by the step before"
+        feed = there[FEED]
+        token_ids = torch.where(feed < 0, arrays.token_ids, self._last_ids[feed.clamp(min=0)])
+        return replace(arrays, token_ids=token_ids)
+
+    def _forward(self, inputs: StepInputs, arrays: StepArrays, size: int | None) -> Hidden:
+        if self._captured is None or size is None:
+            return self._model.layers(self._operations.arrange(inputs, arrays), self._kv_cache)
+        step = StepTensors(arrays.token_ids, arrays.positions, arrays.logits_indices, attention=None)
+        return Hidden(self._captured.run(arrays, size), step)
+
+    def _scores(self, hidden: Hidden, inputs: StepInputs, there: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What prompts' log-probabilities are worded from, slice by slice."""
+        parts: dict[str, Tensor] = {}
+        num_rows = max(1, logprobs.SLICE_NUMBERS // self._vocab_size)
+        for number, scored in enumerate(inputs.scored):
+            token_ids = there[_scored_name(number)]
+            for start in range(0, len(token_ids), num_rows):
+                wanted = token_ids[start : start + num_rows]
+                first = scored.first_index + start
+                indices = torch.arange(first, first + len(wanted), device=self._accelerator.device)
+                logits = self._model.head(hidden, indices)
+                slice_parts = late_logprobs.asked(
+                    logprobs.table_of(logits), wanted, min(scored.stretch.num_top, self._vocab_size)
+                )
+                slice_parts["finite"] = logits.amax(dim=-1).isfinite().all()[None]
+                parts |= {
+                    f"{_scored_name(number)} {start} {name}": part for name, part in slice_parts.items()
+                }
+        return parts
+
+
+def _scored_name(number: int) -> str:
+    return f"scored {number}"
+
+
+def _scored_ids(inputs: StepInputs) -> dict[str, NDArray[np.generic]]:
+    return {
+        _scored_name(number): np.array(scored.stretch.token_ids, dtype=np.int64)
+        for number, scored in enumerate(inputs.scored)
+    }
+
+
+def _prompt_logprobs(inputs: StepInputs, numbers: dict[str, NDArray[np.generic]]) -> list[PromptLogprobs]:
+    """Reports on the scored stretches, but for those whose logits are no numbers."""
+    reports = []
+    for number, scored in enumerate(inputs.scored):
+        stretch = scored.stretch
+        slices: dict[int, dict[str, NDArray[np.generic]]] = {}
+        for name, part in numbers.items():
+            if name.startswith(f"{_scored_name(number)} "):
+                start, _, kind = name.removeprefix(f"{_scored_name(number)} ").partition(" ")
+                slices.setdefault(int(start), {})[kind] = part
+        if not all(parts["finite"].all() for parts in slices.values()):
+            continue
+        tokens = []
+        for first, parts in slices.items():
+            token_ids = stretch.token_ids[first : first + len(parts["ranks"])]
+            tokens += late_logprobs.worded(parts, token_ids, [stretch.num_top] * len(token_ids))
+        reports.append(PromptLogprobs(stretch.seq_id, stretch.first_position, tokens))
+    return reports

@@ -1,0 +1,349 @@
+"""Parts 4, 6 and 7 of the GPU check: captured steps, the sampler, and a whole step of a large model."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor import late_sampler, sampler
+from executor.adjustments import adjustment_of
+from executor.attention.base import AttentionBackend
+from executor.captured import CapturedDecode, padded
+from executor.inputs import SampleRow, StepBatch, build_inputs
+from executor.kv_cache import KVCache
+from executor.model.config import LayerKind, ModelConfig, Rope
+from executor.model.decoder import Decoder
+from executor.model.weights import LayerWeights, ModelWeights
+from executor.operations.base import Linear, Norm
+from executor.operations.plain import PlainOperations
+from executor.philox import philox4x32
+from executor.pipeline import Pipeline
+from executor.sequences import IN_FLIGHT, Row, SamplingParams
+from executor.staging import Staging
+from tests.gpu.attention_parts import WrongError
+from tests.gpu.machine import Machine
+from tests.rig.fake_device import FakeDevice
+
+SMALL = {"num_layers": 2, "hidden": 64, "mlp": 128, "vocab": 272, "heads": 2, "kv_heads": 1, "head_dim": 32}
+MIDDLE = {
+    "num_layers": 4,
+    "hidden": 1024,
+    "mlp": 2816,
+    "vocab": 32000,
+    "heads": 16,
+    "kv_heads": 4,
+    "head_dim": 64,
+}
+LARGE = {
+    "num_layers": 32, "hidden": 4096, "mlp": 14336, "vocab": 128256, "heads": 32, "kv_heads": 8, "head_dim":
+    128,
+}  # fmt: skip
+"""The shape of Llama 3 8B."""
+EVERYTHING = SamplingParams(
+    max_tokens=9,
+    temperature=0.9,
+    top_p=0.9,
+    top_k=50,
+    seed=3,
+    logprobs=3,
+    repetition_penalty=1.1,
+    frequency_penalty=0.2,
+)
+
+
+class Model:
+    """A decoder with random weights, over a cache with room for `num_blocks`."""
+
+    def __init__(
+        self, machine: Machine, backend: type[AttentionBackend], shape: dict[str, int], num_blocks: int
+    ) -> None:
+        self.machine = machine
+        self.config = ModelConfig(
+            vocab_size=shape["vocab"], hidden_size=shape["hidden"], intermediate_size=shape["mlp"],
+            num_heads=shape["heads"], num_kv_heads=shape["kv_heads"], head_dim=shape["head_dim"],
+            max_seq_len=4096 if machine.is_gpu else 64, layers=(LayerKind(Rope(5e5)),) * shape["num_layers"],
+            rms_norm_eps=1e-5, tie_word_embeddings=False, attention_scale=shape["head_dim"] ** -0.5,
+        )  # fmt: skip
+        config = self.config
+        spec = machine.spec(
+            config.head_dim, config.num_kv_heads, config.num_heads // config.num_kv_heads, backend.block_size
+        )
+        self.block_size = spec.block_size
+        self.operations = PlainOperations(backend(spec))
+        self._generator = torch.Generator(machine.device).manual_seed(0)
+        hidden, dim = config.hidden_size, config.head_dim
+        norm = Norm(torch.ones(hidden, device=machine.device), config.rms_norm_eps)
+        self.num_weight_bytes = 0
+        self.flops_per_row = 0
+
+        def layer() -> LayerWeights:
+            return LayerWeights(
+                attention_norm=norm, query_norm=None, key_norm=None, attention_update_norm=None,
+                mlp_norm=norm, mlp_update_norm=None,
+                qkv=self._linear((config.num_heads + 2 * config.num_kv_heads) * dim, hidden),
+                attention_out=self._linear(hidden, config.num_heads * dim),
+                gate_up=self._gated(2 * config.intermediate_size, hidden),
+                down=self._linear(hidden, config.intermediate_size),
+            )  # fmt: skip
+
+        layers = tuple(layer() for _ in config.layers)
+        head = self._linear(config.vocab_size, hidden)
+        embeddings = self.operations.pack(self._random(config.vocab_size, hidden), None)
+        weights = ModelWeights(embeddings, layers, norm, head, None, "random", self.num_weight_bytes)
+        self.decoder = Decoder(config, weights, self.operations)
+        self.cache = KVCache(
+            config,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=machine.dtype,
+            device=machine.device,
+        )
+
+    def _random(self, rows: int, columns: int) -> Tensor:
+        made = torch.randn(
+            rows, columns, generator=self._generator, device=self.machine.device, dtype=self.machine.dtype
+        )
+        return made.mul_(columns**-0.5)
+
+    def _counted(self, rows: int, columns: int) -> Tensor:
+        weight = self._random(rows, columns)
+        self.num_weight_bytes += weight.nbytes
+        self.flops_per_row += 2 * rows * columns
+        return weight
+
+    def _linear(self, rows: int, columns: int) -> Linear:
+        return self.operations.pack(self._counted(rows, columns), None)
+
+    def _gated(self, rows: int, columns: int) -> Linear:
+        return self.operations.pack_gated(self._counted(rows, columns), None)
+
+    def captured(self, sizes: tuple[int, ...]) -> CapturedDecode:
+        return CapturedDecode(
+            self.machine.accelerator, self.decoder, self.operations, self.cache, sizes=sizes,
+            max_seq_len=self.config.max_seq_len,
+        )  # fmt: skip
+
+    def decode_step(
+        self, lengths: list[int], seed: int, params: SamplingParams, *, in_flight: bool = False
+    ) -> StepBatch:
+        rng = np.random.default_rng(seed)
+        free = list(rng.permutation(self.cache.num_blocks))
+        rows = []
+        for seq_id, length in enumerate(lengths, start=1):
+            blocks = np.array([free.pop() for _ in range(-(-length // self.block_size))], dtype=np.int32)
+            token_id = IN_FLIGHT if in_flight else int(rng.integers(self.config.vocab_size))
+            adjustment = adjustment_of(params, (1, 2, 3), (4,))
+            rows.append(Row(seq_id, [token_id], length - 1, blocks, params, 1, (), adjustment))
+        return build_inputs(rows, self.block_size)
+
+
+def backends(machine: Machine) -> list[type[AttentionBackend]]:
+    """Those that can be captured, each with blocks of its own size; in the interpreter one that is quick."""
+    found = {backend for size in (16, 256) for backend in machine.backends(machine.spec(64, 4, 4, size))}
+    return sorted((each for each in found if each.can_be_captured), key=lambda each: each.name)
+
+
+@torch.inference_mode()
+def graphs(machine: Machine) -> dict[str, Any]:
+    """Two plans through one capture, beside the same steps operation by operation."""
+    if not machine.is_gpu:
+        # The interpreter cannot be captured; tests/executor/test_captured.py has a fake graph.
+        return {"not_run": "there is no GPU"}
+    found: dict[str, Any] = {}
+    for backend in backends(machine):
+        model = Model(machine, backend, MIDDLE, num_blocks=2 * 8192 // backend.block_size)
+        captured = model.captured((1, 2, 4, 8, 16))
+        worst, are_equal = 0.0, True
+        for seed, lengths in enumerate(([900, 3, 77, 300, 1], [5, 600, 16], [1000] * 8, [2])):
+            batch = model.decode_step(lengths, seed, SamplingParams(max_tokens=1))
+            size = captured.size_for(batch.inputs)
+            assert size is not None
+            inputs = padded(batch.inputs, size, model.cache.trash_block_id, model.block_size)
+            arrays = Staging(machine.accelerator).put({name: getattr(inputs, name) for name in STEP_ARRAYS})
+            replayed = captured.run(_step_arrays(arrays), size)[: len(lengths)].float().clone()
+            eager = model.decoder.forward(inputs, model.cache).normed[: len(lengths)].float()
+            worst = max(worst, float((replayed - eager).abs().max() / eager.abs().max()))
+            are_equal = are_equal and replayed.equal(eager)
+        found[backend.name] = {"worst_difference": worst, "same_bits": are_equal}
+        if not worst < 1e-2:
+            raise WrongError(
+                f"{backend.name}: a replayed step differs by {worst:.2e} from an eager one", found
+            )
+        del model, captured
+        torch.cuda.empty_cache()
+    return found
+
+
+STEP_ARRAYS = (
+    *(
+        "token_ids",
+        "positions",
+        "slot_mapping",
+        "query_start_loc",
+        "seq_lens",
+        "block_tables",
+        "logits_indices",
+    ),
+)
+
+
+def _step_arrays(arrays: dict[str, Tensor]) -> Any:
+    from executor.staging import StepArrays
+
+    return StepArrays(**arrays)
+
+
+def philox_on(device: torch.device, counter: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Philox4x32-10 in the device's integers: products of 32 bits in halves, for int64 has a sign."""
+    c = [torch.from_numpy(counter[:, i].astype(np.int64)).to(device) for i in range(4)]
+    k = [torch.from_numpy(key[:, i].astype(np.int64)).to(device) for i in range(2)]
+    mask = 0xFFFFFFFF
+
+    def product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+        low = a * (b & 0xFFFF)
+        high = a * (b >> 16)
+        total = low + ((high & 0xFFFF) << 16)
+        return ((high >> 16) + (total >> 32)) & mask, total & mask
+
+    for _ in range(10):
+        high0, low0 = product(0xD2511F53, c[0])
+        high1, low1 = product(0xCD9E8D57, c[2])
+        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
+        k = [(k[0] + 0x9E3779B9) & mask, (k[1] + 0xBB67AE85) & mask]
+    return torch.stack(c, dim=1).cpu().numpy().astype(np.uint64)
+
+
+@torch.inference_mode()
+def sampling(machine: Machine) -> dict[str, Any]:
+    """Integers, tokens, and that a step waits for nothing."""
+    rng = np.random.default_rng(0)
+    counter, key = (rng.integers(0, 2**32, (1000, n)).astype(np.uint64) for n in (4, 2))
+    if not (philox_on(machine.device, counter, key) == philox4x32(counter, key)).all():
+        raise WrongError("Philox's integers differ between the host and the device", {})
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"top_p": 0.8, "top_k":
+        100}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5}, {"logit_bias": ((7, 5.0),),
+        "banned_token_ids": frozenset({1, 2})},
+    ]  # fmt: skip
+    rows = []
+    for index in range(256 if machine.is_gpu else 16):
+        params = SamplingParams(max_tokens=9, seed=index, logprobs=2, **options[index % len(options)])
+        rows.append(SampleRow(params, index, (), adjustment_of(params, (1, 2, 3), (4, 4))))
+    logits = torch.from_numpy(
+        rng.standard_normal((len(rows), 50_000 if machine.is_gpu else 2_000)) * 3
+    ).float()
+    wishes = late_sampler.wishes(rows, [False] * len(rows), logits.shape[1])
+    there = Staging(machine.accelerator).put(wishes.arrays)
+    last = torch.zeros(len(rows), dtype=torch.int64, device=machine.device)
+    parts = late_sampler.chosen(logits.to(machine.device), last, there, 2)
+    late = late_sampler.sampled({name: part.cpu().numpy() for name, part in parts.items()}, wishes)
+    known = sampler.sample(logits.clone(), rows)
+    different = sum(a != b for a, b in zip(late.token_ids, known.token_ids, strict=True))
+    result = {"rows": len(rows), "different_from_cpu": different, "waits_in_a_step": waits(machine)}
+    # Float64 sums of another order part them where a number stands at a boundary: one row in millions.
+    if different > 1:
+        raise WrongError(f"{different} of {len(rows)} rows chose another token than on the CPU", result)
+    return result
+
+
+def waits(machine: Machine) -> str:
+    """Launches two steps, the second fed by the first, and says whether anything in it waited for the
+    device."""
+    backend = (
+        machine.backends(machine.spec(32, 1, 2, 16))[-1] if not machine.is_gpu else backends(machine)[-1]
+    )
+    shape = MIDDLE if machine.is_gpu else SMALL
+    model = Model(machine, backend, shape, num_blocks=512 if machine.is_gpu else 16)
+    sizes = (1, 2, 4, 8)
+    captured = model.captured(sizes) if machine.is_gpu else None
+    pipeline = Pipeline(
+        machine.accelerator, model.decoder, model.operations, model.cache, vocab_size=model.config.vocab_size,
+        captured=captured,
+    )  # fmt: skip
+    lengths = [5, 3]
+    launched = [pipeline.launch(model.decode_step(lengths, 0, EVERYTHING), _never)]
+    for _ in range(3):  # so that everything was allocated once
+        batch = model.decode_step(lengths, 0, EVERYTHING, in_flight=True)
+        launched.append(pipeline.launch(batch, _never))
+    machine.synchronize()
+    if machine.is_gpu:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched.append(pipeline.launch(model.decode_step(lengths, 0, EVERYTHING, in_flight=True), _never))
+    finally:
+        if machine.is_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    for each in launched:
+        output = pipeline.collect(each)
+        assert len(output.sampled.token_ids) == len(lengths)
+    assert machine.is_gpu or isinstance(machine.accelerator, FakeDevice)
+    return "none"
+
+
+def _never() -> None:
+    raise AssertionError("no row is constrained")
+
+
+@torch.inference_mode()
+def whole_step(machine: Machine, copy_rate: float, flop_rate: float) -> dict[str, Any]:
+    """A decode step of a large model: eager, captured, with sampling; and the least that it can take."""
+    num_rows, context = (256, 1000) if machine.is_gpu else (2, 20)
+    shape = LARGE if machine.is_gpu else SMALL
+    candidates = backends(machine) if machine.is_gpu else machine.backends(machine.spec(32, 1, 2, 16))
+    found: dict[str, Any] = {}
+    for backend in candidates:
+        per_row = -(-(context + 1) // backend.block_size)
+        try:
+            model = Model(machine, backend, shape, num_blocks=num_rows * per_row)
+            found[backend.name] = step_times(machine, model, num_rows, context, copy_rate, flop_rate)
+        except Exception as failure:  # noqa: BLE001 - one back end stops no other
+            found[backend.name] = {"error": f"{type(failure).__name__}: {failure}"[:300]}
+        model = None  # type: ignore[assignment]  # its memory is the next one's
+        if machine.is_gpu:
+            torch.cuda.empty_cache()
+    if all("error" in each for each in found.values()):
+        raise WrongError("no back end made a step", found)
+    return found
+
+
+def step_times(
+    machine: Machine, model: Model, num_rows: int, context: int, copy_rate: float, flop_rate: float
+) -> dict[str, float]:
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=1)
+    batch = model.decode_step([context] * num_rows, 0, params)
+    arrays = _step_arrays(
+        Staging(machine.accelerator).put({name: getattr(batch.inputs, name) for name in STEP_ARRAYS})
+    )
+
+    def eager() -> None:
+        step = model.operations.arrange(batch.inputs, arrays)
+        model.decoder.head(model.decoder.layers(step, model.cache))
+
+    times = {"eager_ms": 1e3 * machine.seconds(eager, times=3, warm_ups=1)}
+    captured = model.captured((num_rows,)) if machine.is_gpu else None
+    if captured is not None:
+        hidden = model.decoder.layers(model.operations.arrange(batch.inputs, arrays), model.cache)
+
+        def replayed() -> None:
+            captured.run(arrays, num_rows)
+            model.decoder.head(hidden)
+
+        times["captured_ms"] = 1e3 * machine.seconds(replayed)
+    pipeline = Pipeline(
+        machine.accelerator, model.decoder, model.operations, model.cache, vocab_size=model.config.vocab_size,
+        captured=captured,
+    )  # fmt: skip
+
+    def served() -> None:
+        pipeline.launch(batch, _never)
+
+    times["with_sampling_ms"] = 1e3 * machine.seconds(served, times=3, warm_ups=1)
+    config = model.config
+    kv_row = 2 * config.num_kv_heads * config.head_dim * context * machine.dtype.itemsize
+    kv_seconds = num_rows * kv_row * config.num_layers / copy_rate
+    product_seconds = max(model.num_weight_bytes / copy_rate, num_rows * model.flops_per_row / flop_rate)
+    times["floor_ms"] = 1e3 * (kv_seconds + product_seconds)
+    best = times.get("captured_ms", times["eager_ms"])
+    times["times_the_floor"] = best / times["floor_ms"]
+    return {name: round(value, 3) for name, value in times.items()}

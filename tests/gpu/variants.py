@@ -1,0 +1,135 @@
+"""Every form of the Triton kernels that the GPU check uses, and their compilation for sm_90 without a GPU.
+
+python -m tests.gpu.variants all
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from executor.attention.paged_triton import chunk_tiles, decode_tiles, power_of_two
+
+TYPE_NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+POINTERS: Final = ("query", "keys", "values", "out")
+FLOAT_POINTERS: Final = ("partial_out", "partial_max", "partial_sum")
+INT_POINTERS: Final = ("block_tables", "seq_lens", "query_start_loc")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One form of `attend`; `is_split` decides between decode rows and chunks."""
+
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    kind: str
+    """split, whole (decode rows, one part), chunk"""
+    has_window: bool = False
+    has_soft_cap: bool = False
+
+    @property
+    def name(self) -> str:
+        extra = " window" * self.has_window + " soft cap" * self.has_soft_cap
+        return f"{TYPE_NAMES[self.dtype]} d{self.head_dim} block {self.block_size} {self.kind}{extra}"
+
+
+ALL: Final = (
+    *(
+        Variant(torch.bfloat16, head_dim, block_size, kind)
+        for head_dim in (64, 128)
+        for block_size in (16, 64, 256)
+        for kind in ("split", "whole", "chunk")
+    ),
+    *(Variant(torch.float16, 128, 16, kind) for kind in ("split", "chunk")),
+    *(Variant(torch.float32, 64, 16, kind) for kind in ("split", "whole", "chunk")),
+    *(Variant(torch.bfloat16, 256, 16, kind, has_window=True) for kind in ("split", "chunk")),
+    *(Variant(torch.bfloat16, 256, 16, kind, has_soft_cap=True) for kind in ("split", "chunk")),
+    *(
+        Variant(torch.bfloat16, 256, 16, kind, has_window=True, has_soft_cap=True)
+        for kind in ("split", "chunk")
+    ),
+)
+FEW: Final = (
+    Variant(torch.bfloat16, 128, 16, "split"),
+    Variant(torch.bfloat16, 64, 16, "chunk", has_window=True, has_soft_cap=True),
+)
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> Any:
+    """A kernel's machine code for sm_90."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(
+        constants, "constexpr"
+    )
+    # Pointers and strides are multiples of 16, as the launcher finds them.
+    aligned = [
+        (place,)
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and (signature[name].startswith("*") or name.endswith("_stride"))
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={place: [["tt.divisibility", 16]] for place in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def attend_compiled(variant: Variant) -> Any:
+    from executor.attention import triton_kernels
+
+    group = 4
+    tiles = chunk_tiles(group, variant.dtype) if variant.kind == "chunk" else decode_tiles(group)
+    pointer = f"*{TYPE_NAMES[variant.dtype]}"
+    partial = "*fp32" if variant.kind == "split" else pointer
+    types = (
+        dict.fromkeys(POINTERS, pointer)
+        | dict.fromkeys(FLOAT_POINTERS, partial)
+        | dict.fromkeys(INT_POINTERS, "*i32")
+        | {"scale": "fp32", "soft_cap": "fp32"}
+    )
+    constants = {
+        "HEAD_DIM": variant.head_dim,
+        "PADDED_DIM": power_of_two(variant.head_dim),
+        "BLOCK_SIZE": variant.block_size,
+        "TILE_M": tiles.rows,
+        "TILE_N": tiles.positions,
+        "HAS_SOFT_CAP": variant.has_soft_cap,
+        "HAS_WINDOW": variant.has_window,
+        "IS_SPLIT": variant.kind == "split",
+    }
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return compiled(triton_kernels.attend, types, constants, options)
+
+
+def combine_compiled(dtype: torch.dtype, head_dim: int) -> Any:
+    from executor.attention import triton_kernels
+
+    types = {"out": f"*{TYPE_NAMES[dtype]}"} | dict.fromkeys(FLOAT_POINTERS, "*fp32")
+    constants = {"HEAD_DIM": head_dim, "PADDED_DIM": power_of_two(head_dim)}
+    return compiled(triton_kernels.combine, types, constants, {"num_warps": 4})
+
+
+def main() -> int:
+    for variant in FEW if sys.argv[1:] == ["few"] else ALL:
+        started = time.monotonic()
+        kernel = attend_compiled(variant)
+        size, shared = len(kernel.asm["cubin"]), kernel.metadata.shared
+        print(f"{variant.name}: {size} bytes, {shared} shared, {time.monotonic() - started:.1f} s")
+        if shared > 227 * 1024:
+            print(f"{variant.name}: more shared memory than a multiprocessor of sm_90 has")
+            return 1
+    for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64)):
+        combine_compiled(dtype, head_dim)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
