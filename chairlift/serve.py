@@ -131,6 +131,9 @@ class ServeSettings(Settings):
         default=30.0, ge=0, description="How long running requests may go on after SIGTERM."
     )
     max_message_bytes: int | None = Field(default=None, description="Largest message sent or taken, bytes.")
+    max_request_bytes: int | None = Field(
+        default=None, description="Largest message or body taken from a client, bytes."
+    )
     log_format: str = Field(
         default="console" if sys.stderr.isatty() else "json", description="console or json."
     )
@@ -178,6 +181,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "trace_steps": ("executor",),
     "grace_seconds": ALL,
     "max_message_bytes": ALL,
+    "max_request_bytes": ("router",),
     "log_format": ALL,
     "log_level": ALL,
 }

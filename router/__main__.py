@@ -17,7 +17,7 @@ from router.resume import MIN_SECRET_BYTES, ResumeTokens
 from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
-from router.servicer import RouterServicer
+from router.servicer import RouterServicer, header
 from router.tokenizer import Tokenizer
 from router.validation import Defaults
 from rpc import collector, log, tracing
@@ -91,7 +91,7 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
     servicer = RouterServicer(
         intake=intake,
         schedulers=schedulers,
-        max_message_bytes=settings.max_message_bytes,
+        max_message_bytes=settings.max_taken_bytes,
         client_stall_seconds=settings.client_stall_seconds,
         doorkeeper=doorkeeper,
     )
@@ -104,6 +104,8 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
             health=health,
             run=schedulers.run,
             drain=intake.drain,
+            admit=lambda metadata: doorkeeper.caller(header(metadata, "authorization")),
+            max_received_bytes=settings.max_taken_bytes,
             side_doors=[] if http_door is None else [http_door],
             metrics=[
                 RouterMetrics(intake, schedulers).families,
@@ -156,7 +158,7 @@ def _http_door(
 
     app = HttpApp(
         intake,
-        max_body_bytes=settings.max_message_bytes,
+        max_body_bytes=settings.max_taken_bytes,
         client_stall_seconds=settings.client_stall_seconds,
         doorkeeper=doorkeeper,
         live=Live(

@@ -74,6 +74,12 @@ class RouterSettings(ServiceSettings):
         description="Seconds after which requests of a lost shard go on in another one; best no less than "
         "the schedulers' --orphan-grace-seconds.",
     )
+    max_request_bytes: int = Field(
+        default=16 * 1024 * 1024,
+        ge=64 * 1024,
+        le=2**31 - 1,
+        description="Largest message or body of a client, bytes; never more than --max-message-bytes.",
+    )
     client_stall_seconds: float = Field(
         default=STALL_SECONDS,
         gt=0,
@@ -96,6 +102,11 @@ class RouterSettings(ServiceSettings):
     def shards(self) -> list[list[Address]]:
         """Where schedulers are looked for: each shard with its alternatives."""
         return parse_groups(self.scheduler, field="--scheduler")
+
+    @property
+    def max_taken_bytes(self) -> int:
+        """The largest message or body that a client may send."""
+        return min(self.max_request_bytes, self.max_message_bytes)
 
     @property
     def demands_certificates(self) -> bool:

@@ -235,7 +235,7 @@ class Intake:
         try:
             prompt_token_ids = await self._prompt_token_ids(checked.prompt, limits.max_total_tokens)
         except TooManyTokensError as error:
-            validation.check_prompt_length("prompt", error.num_tokens, limits)
+            validation.check_prompt_length("prompt", error.num_tokens, limits, whole=error.whole)
             raise
         scheduler = self._schedulers.place(placing_name(tenant, tuple(prompt_token_ids)))
         welcome = scheduler.welcome
@@ -399,7 +399,8 @@ class Intake:
         except TooManyTokensError as error:
             raise invalid(
                 "prompt",
-                f"the prompt has {error.num_tokens} tokens; at most {validation.MAX_TOKENIZED} are told",
+                f"{validation.length_told(error.num_tokens, whole=error.whole)}; "
+                f"at most {validation.MAX_TOKENIZED} are told",
             ) from error
 
     async def detokenize(self, token_ids: abc.Sequence[int], *, include_special: bool = False) -> str:

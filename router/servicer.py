@@ -5,10 +5,11 @@ What a request means is decided in `validation`; how it is taken in, waited for 
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections import abc
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import structlog
@@ -24,6 +25,9 @@ from router.scheduler_pool import SchedulerPool
 from router.stall import STALL_SECONDS, StalledError, StallGuard
 from rpc.errors import RequestError, abort, invalid
 from rpc.version import version
+
+# Bodies up to this long are hashed at once.
+_INLINE_BYTES: Final = 64 * 1024
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -84,21 +88,23 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 await call.until_ended()
                 return wire.response(call.logs[0])
 
-    def _call(
+    @contextlib.asynccontextmanager
+    async def _call(
         self, request: router_pb2.GenerateRequest, context: Context, caller: Caller
-    ) -> contextlib.AbstractAsyncContextManager[Call]:
+    ) -> abc.AsyncIterator[Call]:
         """The request as a call of one."""
         received_at = time.monotonic()
         remaining_seconds = context.time_remaining()
         arrival = Arrival(
             received_at=received_at,
             deadline=None if remaining_seconds is None else received_at + remaining_seconds,
-            body_digest=wire.body_digest(request),
+            body_digest=await _digest(wire.body(request)),
             refuse_unknown=partial(wire.refuse_unknown_fields, request),
             caller=caller,
             trace=(_header(context, "traceparent"), _header(context, "tracestate")),
         )
-        return self._intake.call([wire.generate_request(request)], arrival)
+        async with self._intake.call([wire.generate_request(request)], arrival) as call:
+            yield call
 
     # --- ids and text -------------------------------------------------------------------------------
 
@@ -218,9 +224,20 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             )
 
 
-def _header(context: Context, wanted: str) -> str:
+async def _digest(body: bytes) -> bytes:
+    """SHA-256; of a long body in a thread, and the loop goes on."""
+    if len(body) <= _INLINE_BYTES:
+        return hashlib.sha256(body).digest()
+    return (await asyncio.to_thread(hashlib.sha256, body)).digest()
+
+
+def header(metadata: abc.Iterable[tuple[str, str | bytes]], wanted: str) -> str:
     """The header of that name; empty when there is none."""
-    for name, value in context.invocation_metadata() or ():
+    for name, value in metadata:
         if name == wanted:
             return value if isinstance(value, str) else value.decode(errors="replace")
     return ""
+
+
+def _header(context: Context, wanted: str) -> str:
+    return header(context.invocation_metadata() or (), wanted)

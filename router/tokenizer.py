@@ -21,14 +21,17 @@ from router.detokenizer import BYTE_TOKEN, ByteLevelDetokenizer, Detokenizer, Pi
 from router.model_files import ModelFiles, ModelFilesError
 
 _MANY_TOKENS: Final = 2048
+# Texts up to this long are tokenized whole, whatever is wanted.
+_SHORT_CHARACTERS: Final = 64 * 1024
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than were wanted."""
+    """A text has more tokens than were wanted, or already its beginning has, if it is not of the `whole`."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, *, whole: bool) -> None:
         super().__init__(f"{num_tokens} tokens")
         self.num_tokens = num_tokens
+        self.whole = whole
 
 
 class Tokenizer:
@@ -83,7 +86,8 @@ class Tokenizer:
     def encode(self, text: str, *, at_most: int | None = None) -> list[int]:
         """The ids of a plain text, with the special tokens that the tokenizer puts around one.
 
-        Raises TooManyTokensError, before a list of them is made, when there are more than `at_most`.
+        Raises TooManyTokensError, before a list of them is made, when there are more than `at_most`. How much
+        that takes depends on `at_most`, however long the text is.
         """
         return self._ids(text, add_special_tokens=True, at_most=at_most)
 
@@ -110,14 +114,26 @@ class Tokenizer:
         return self._ids(text, add_special_tokens=False, at_most=at_most)
 
     def _ids(self, text: str, *, add_special_tokens: bool, at_most: int | None) -> list[int]:
-        """As a batch of one: the library lets other threads run while it works on batches, and then alone."""
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [_without_lone_surrogates(text)], add_special_tokens=add_special_tokens
-        )
+        """The library takes hundreds of bytes for a character: of a long text, beginnings are tried first."""
+        text = _without_lone_surrogates(text)
+        if at_most is not None:
+            num_characters = max(at_most, _SHORT_CHARACTERS)
+            while num_characters < len(text):
+                beginning = self._encoding(text[:num_characters], add_special_tokens=False)
+                # What stands at the cut may have fewer tokens with what follows it.
+                if len(beginning) > at_most + at_most // 8 + _SHORT_CHARACTERS // 8:
+                    raise TooManyTokensError(len(beginning), whole=False)
+                num_characters *= 4
+        encoding = self._encoding(text, add_special_tokens=add_special_tokens)
         if at_most is not None and len(encoding) > at_most:
-            raise TooManyTokensError(len(encoding))
+            raise TooManyTokensError(len(encoding), whole=True)
         ids: list[int] = encoding.ids
         return ids
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        """As a batch of one: the library lets other threads run while it works on batches, and then alone."""
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def decode(self, token_ids: Iterable[int], *, include_special: bool = False) -> str:
         """The text of ids; an id without a token has none. What `detokenizer` gives piece by piece."""

@@ -365,12 +365,20 @@ def check_token_ids(field: str, token_ids: abc.Sequence[int], vocab_size: int) -
         raise invalid(field, f"{field}[{position}] is {wrong}; ids go from 0 to {vocab_size - 1}")
 
 
-def check_prompt_length(field: str, num_prompt_tokens: int, limits: Limits) -> None:
-    """Refuses a prompt that leaves no room for output. Raises RequestError, INVALID_ARGUMENT."""
+def length_told(num_tokens: int, *, whole: bool) -> str:
+    """How long a prompt is, as far as it has been counted."""
+    return f"{'the prompt' if whole else 'the beginning of the prompt alone'} has {num_tokens} tokens"
+
+
+def check_prompt_length(field: str, num_prompt_tokens: int, limits: Limits, *, whole: bool = True) -> None:
+    """Refuses a prompt that leaves no room for output. Raises RequestError, INVALID_ARGUMENT.
+
+    If not the `whole` of it has been counted, it is longer still.
+    """
     if num_prompt_tokens >= limits.max_total_tokens:
         raise invalid(
             field,
-            f"the prompt has {num_prompt_tokens} tokens; prompt and output together may have "
+            f"{length_told(num_prompt_tokens, whole=whole)}; prompt and output together may have "
             f"{limits.max_total_tokens}, so a prompt may have at most {limits.max_total_tokens - 1}",
         )
 

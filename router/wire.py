@@ -4,7 +4,6 @@ Nothing is decided here. The one refusal that only this place can make is that o
 not have: they exist in a message's bytes alone.
 """
 
-import hashlib
 from collections import abc
 
 from google.protobuf.message import Message
@@ -86,16 +85,23 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
             refuse_unknown_fields(entry, inner)
 
 
-def body_digest(request: router_pb2.GenerateRequest) -> bytes:
-    """SHA-256 of what was asked: two requests of one id are the same request only when it agrees.
+def body(request: router_pb2.GenerateRequest) -> bytes:
+    """What was asked: two requests of one id are the same request only when it agrees.
 
     Neither the id is part of it, which the router may have given, nor what there is of the answer already.
+    They are taken out for a moment: the rest may be long, and a copy would hold up everybody.
     """
-    body = router_pb2.GenerateRequest()
-    body.CopyFrom(request)
-    body.ClearField("request_id")
-    body.ClearField("resume")
-    return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
+    request_id, resume = request.request_id, router_pb2.Resume()
+    is_resume = request.HasField("resume")
+    if is_resume:
+        resume.CopyFrom(request.resume)
+    request.ClearField("request_id")
+    request.ClearField("resume")
+    told = request.SerializeToString(deterministic=True)
+    request.request_id = request_id
+    if is_resume:
+        request.resume.CopyFrom(resume)
+    return told
 
 
 def _resume(resume: router_pb2.Resume) -> Resume:

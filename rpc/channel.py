@@ -86,10 +86,10 @@ def _client_options(address: Address, max_message_bytes: int, tls: Tls | None) -
     return options
 
 
-def server_options(*, max_message_bytes: int) -> Options:
-    """The server's half of the rules above."""
+def server_options(*, max_message_bytes: int, max_received_bytes: int | None = None) -> Options:
+    """The server's half of the rules above. It may take less in one message than it sends."""
     return [
-        *_common_options(max_message_bytes),
+        *_common_options(max_message_bytes, max_received_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_SECONDS * 1000),
         ("grpc.http2.max_ping_strikes", 2),
         ("grpc.max_metadata_size", MAX_HEADER_BYTES),
@@ -99,10 +99,10 @@ def server_options(*, max_message_bytes: int) -> Options:
     ]
 
 
-def _common_options(max_message_bytes: int) -> Options:
+def _common_options(max_message_bytes: int, max_received_bytes: int | None = None) -> Options:
     return [
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", min(max_message_bytes, max_received_bytes or max_message_bytes)),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         # What decides when a ping is not answered; a minute without it, whatever the timeout above says.

@@ -1,27 +1,41 @@
-"""What every call passes before it reaches a service: not while shutting down, and not with a broken message.
+"""What every call passes before it reaches a service.
 
-How each call ended is counted on its way out. Health and reflection pass untouched: they answer to the end.
+None does while shutting down, nor without a key where one is needed, nor with a message that is broken or
+would stop the event loop.
+
+Who is not let in has no message of his read. How each call ended is counted on its way out. Health and
+reflection pass untouched: they answer to the end.
 """
 
 import asyncio
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client.metrics_core import Metric
 
-from rpc import metrics
-from rpc.errors import RequestError, abort
+from rpc import metrics, weighing
+from rpc.errors import RequestError, abort, invalid
+from rpc.holding import Kept, Room
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
+_SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; try again")
 _ALWAYS_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
+Metadata = Sequence[tuple[str, str | bytes]]
+Admit = Callable[[Metadata], object]
+"""Looks at a call's headers; raises RequestError for who may not enter."""
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any  # an RpcMethodHandler; the stubs of grpc describe synchronous behaviours alone
+
+
+def admit_all(_metadata: Metadata) -> None:
+    """Where nobody is asked who he is."""
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
@@ -30,8 +44,11 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
     Without it a string that is not UTF-8 ends in INTERNAL and a traceback in the log.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, admit: Admit = admit_all) -> None:
         self._open = True
+        self._admit = admit
+        self._weighing = ThreadPoolExecutor(1, "weighing")
+        self._room = Room()
         self._ended: Counter[tuple[str, str]] = Counter()  # calls, by method and name of their status
         self._num_open: Counter[str] = Counter()  # calls under way, by method
 
@@ -50,9 +67,11 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         if handler is None or method.startswith(_ALWAYS_OPEN):
             return handler
         if not self._open:
-            # A stream on both sides: it is called before any message is read, so it fits every kind of call.
-            self._ended[method, grpc.StatusCode.UNAVAILABLE.name] += 1
-            return grpc.stream_stream_rpc_method_handler(_refuse)
+            return self._refusing(method, _SHUTTING_DOWN)
+        try:
+            self._admit(handler_call_details.invocation_metadata or ())
+        except RequestError as error:
+            return self._refusing(method, error)
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
                 self._checked_stream(method, handler), response_serializer=handler.response_serializer
@@ -69,10 +88,19 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
             )
         return handler
 
+    def _refusing(self, method: str, refusal: RequestError) -> Handler:
+        """A handler that reads no message: of a stream on both sides, so it fits every kind of call."""
+
+        async def refuse(_requests: object, context: Context) -> None:
+            await abort(context, refusal)
+
+        self._ended[method, refusal.code.name] += 1
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
     def _checked_unary(self, method: str, handler: Handler) -> Callable[[bytes, Context], Awaitable[Any]]:
         async def behaviour(raw: bytes, context: Context) -> Any:
-            with self._counting(method, context):
-                return await handler.unary_unary(await _parsed(handler, raw, context), context)
+            with self._counting(method, context), self._room.kept() as kept:
+                return await handler.unary_unary(await self._parsed(handler, raw, kept, context), context)
 
         return behaviour
 
@@ -80,14 +108,14 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         if not inspect.isasyncgenfunction(handler.unary_stream):  # it writes through the context
 
             async def writing(raw: bytes, context: Context) -> None:
-                with self._counting(method, context):
-                    await handler.unary_stream(await _parsed(handler, raw, context), context)
+                with self._counting(method, context), self._room.kept() as kept:
+                    await handler.unary_stream(await self._parsed(handler, raw, kept, context), context)
 
             return writing
 
         async def yielding(raw: bytes, context: Context) -> AsyncIterator[Any]:
-            with self._counting(method, context):
-                request = await _parsed(handler, raw, context)
+            with self._counting(method, context), self._room.kept() as kept:
+                request = await self._parsed(handler, raw, kept, context)
                 # Closed here and not by the garbage collector: a cancelled call must let go of its request
                 # at once.
                 async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
@@ -104,6 +132,22 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
                 await handler.stream_stream(requests, context)
 
         return behaviour
+
+    async def _parsed(self, handler: Handler, raw: bytes, kept: Kept, context: Context) -> Any:
+        """The message, if it is one and there is room for it. It lives as long as its call."""
+        parse = handler.request_deserializer
+        kind = parse.__self__.DESCRIPTOR
+        try:
+            kept.grow(len(raw))
+            if not weighing.is_light(raw, kind):
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._weighing, weighing.check_weight, raw, kind)
+            return parse(raw)
+        except RequestError as error:
+            await abort(context, error)
+        except DecodeError as error:
+            refusal = f"the request of {len(raw)} bytes is not a valid message of this method: {error}"
+            await abort(context, invalid("", refusal))
 
     @contextlib.contextmanager
     def _counting(self, method: str, context: Context) -> Iterator[None]:
@@ -142,20 +186,3 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
 
 def _short(method: str) -> str:
     return method.rpartition("/")[2]
-
-
-async def _refuse(_requests: object, context: Context) -> None:
-    await abort(context, RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; try again"))
-
-
-async def _parsed(handler: Handler, raw: bytes, context: Context) -> Any:
-    try:
-        return handler.request_deserializer(raw)
-    except DecodeError as error:
-        await abort(
-            context,
-            RequestError(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"the request of {len(raw)} bytes is not a valid message of this method: {error}",
-            ),
-        )

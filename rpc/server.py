@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from rpc import health as health_service
 from rpc.address import AddressError
 from rpc.channel import server_options
-from rpc.door import Door
+from rpc.door import Admit, Door, admit_all
 from rpc.errors import StartError
 from rpc.health import Health
 from rpc.listening import bind
@@ -55,6 +55,8 @@ async def serve(
     drain: Callable[[], Awaitable[None]] | None = None,
     side_doors: Sequence[SideDoor] = (),
     metrics: Sequence[Source] = (),
+    admit: Admit = admit_all,
+    max_received_bytes: int | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code.
 
@@ -68,6 +70,9 @@ async def serve(
             refused with UNAVAILABLE; once `drain` has returned or `grace_seconds` are over, what still runs
             is ended (clients see UNAVAILABLE). Without it, open calls are waited for.
         side_doors: opened, closed and stopped along with the gRPC server; `drain` waits for their calls too.
+        admit: looks at the headers of each call before anything else of it is read; health and reflection
+            are open to all.
+        max_received_bytes: the largest message taken, where that is less than what the setting says.
         metrics: what the service tells of itself at `--metrics-listen`, beside what every process does.
 
     A second signal ends the process at once. Each bound address is announced on stdout as one line,
@@ -77,9 +82,12 @@ async def serve(
     Raises:
         StartError: the address cannot be had, or `run` found that the service cannot start.
     """
-    door = Door()
+    door = Door(admit)
     server = grpc.aio.server(
-        interceptors=[door], options=server_options(max_message_bytes=settings.max_message_bytes)
+        interceptors=[door],
+        options=server_options(
+            max_message_bytes=settings.max_message_bytes, max_received_bytes=max_received_bytes
+        ),
     )
     for add_to in services.values():
         add_to(server)

@@ -38,6 +38,7 @@ from router.key_file import Doorkeeper
 from router.stall import STALL_SECONDS, StalledError, StallGuard
 from router.validation import GenerateRequest
 from rpc.errors import RequestError
+from rpc.holding import Room
 
 _SECURITY_HEADERS: Final = [
     (b"x-content-type-options", b"nosniff"),
@@ -76,6 +77,7 @@ class HttpApp:
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._bodies = Bodies()
+        self._room = Room()
         self._closed = False
         self._cut = asyncio.Event()
         self.num_responses: Counter[int] = Counter()  # that began, by status
@@ -146,10 +148,12 @@ class HttpApp:
     async def _generate(self, exchange: Exchange, body: list[bytes], asked: Asked, shape: Shape) -> None:
         received_at = time.monotonic()
         timeout_seconds = asked.timeout_seconds
+        digest = await _digest(body)
+        exchange.let_go()  # what is asked has been read out of it, and the answer may take long
         arrival = Arrival(
             received_at=received_at,
             deadline=None if timeout_seconds is None else received_at + timeout_seconds,
-            body_digest=await _digest(body),
+            body_digest=digest,
             caller=exchange.caller,
             trace=(
                 exchange.request.headers.get("traceparent", ""),
@@ -200,7 +204,7 @@ class HttpApp:
                 "the server is shutting down; try again",
                 retry_after_seconds=_RETRY_AFTER_SHUTDOWN_SECONDS,
             )
-        return await exchange.body(self._max_body_bytes)
+        return await exchange.body(self._max_body_bytes, self._room)
 
     async def _read(self, kind: str, body: list[bytes]) -> Any:
         return await self._bodies.read(kind, body, self._intake.welcome().max_total_tokens)
@@ -306,6 +310,8 @@ class _Endpoint:
             _log.exception("defect")
             defect = RequestError(grpc.StatusCode.INTERNAL, "the router failed; its log says where")
             await exchange.fail(defect)
+        finally:
+            exchange.let_go()
 
 
 async def _frames(live: Live, exchange: Exchange) -> None:

@@ -18,6 +18,7 @@ from router.http.errors import HttpError
 from router.keys import ANYBODY
 from router.stall import StallGuard
 from rpc.errors import RequestError
+from rpc.holding import Kept, Room
 
 # A body must be in by then; a client that trickles bytes holds nothing but a connection, and not for longer.
 BODY_SECONDS: Final = 60.0
@@ -37,16 +38,19 @@ class Exchange:
         self.guard: StallGuard | None = None
         """Watches over the writing of events."""
         self.caller = ANYBODY
+        self._pieces: list[bytes] = []
+        self._kept: Kept | None = None
         self._receive = receive
         self._send = send
         self._begun = False
 
     # --- in -----------------------------------------------------------------------------------------
 
-    async def body(self, max_bytes: int) -> list[bytes]:
+    async def body(self, max_bytes: int, room: Room) -> list[bytes]:
         """The whole body, in pieces as it came.
 
-        Raises HttpError when it is no JSON by its header, too long, or too late.
+        It is kept until `let_go`. Raises HttpError when it is no JSON by its header, too long, or too late;
+        RequestError when too much is kept already.
         """
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which no page of another site can send without asking first
@@ -56,17 +60,25 @@ class Exchange:
         announced = self.request.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > max_bytes:
             raise _too_long(f"{announced} bytes", max_bytes)
-        pieces, num_bytes = [], 0
+        pieces, num_bytes, kept = self._pieces, 0, room.kept()
+        self._kept = kept
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for piece in self.request.stream():
-                    pieces.append(piece)
                     num_bytes += len(piece)
                     if num_bytes > max_bytes:
                         raise _too_long("longer", max_bytes)
+                    kept.grow(len(piece))
+                    pieces.append(piece)
         except TimeoutError:
             raise HttpError(408, "timeout", f"the body was not in after {BODY_SECONDS:g} seconds") from None
         return pieces
+
+    def let_go(self) -> None:
+        """The body is not needed any more."""
+        self._pieces.clear()
+        if self._kept is not None:
+            self._kept.let_go()
 
     async def while_wanted(
         self, work: abc.Coroutine[Any, Any, _T], *, timeout_seconds: float | None, cut: asyncio.Event

@@ -2,6 +2,7 @@
 
   - null is the same as absent, everywhere but inside lists.
   - What nobody has read when `close` is called is refused by name.
+  - A name that stands twice in one object is refused: one of its values would be ignored.
   - NaN, Infinity, numbers beyond a double or 64 bits, and lone surrogates are refused.
 
 Pure. It must not know which fields there are, or what they mean.
@@ -27,7 +28,9 @@ def parsed(body: bytes) -> "Fields":
     """The body's one object. Raises RequestError, INVALID_ARGUMENT, saying where it is no JSON object."""
     try:
         text = body.decode()
-        value = json.loads(text)  # NaN and 1e999 come through it, and are refused where they stand
+        value = json.loads(
+            text, object_pairs_hook=_object
+        )  # NaN and 1e999 come through it, and are refused where they stand
     except UnicodeDecodeError as error:
         raise invalid("", f"the body is not UTF-8: byte {error.start} is wrong") from error
     except RecursionError as error:
@@ -146,6 +149,17 @@ def wholes(values: list[Any], path: str) -> tuple[int, ...]:
         for position, value in enumerate(values):
             whole(value, f"{path}[{position}]")
     return tuple(values)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise invalid("", f"{_shown(name)} stands twice in one object of the body; say it once")
+            seen.add(name)
+    return values
 
 
 def _wrong(path: str, value: object, expected: str) -> NoReturn:

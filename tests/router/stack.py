@@ -14,11 +14,12 @@ from router.key_file import Doorkeeper
 from router.scheduler_client import SchedulerClient
 from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
-from router.servicer import RouterServicer
+from router.servicer import RouterServicer, header
 from router.tokenizer import Tokenizer
 from router.validation import Defaults
 from rpc.address import Address
 from rpc.channel import connect, server_options
+from rpc.door import Door
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import MAX_MESSAGE_BYTES, ScriptedScheduler, serving
 
@@ -89,7 +90,10 @@ async def rig(
             doorkeeper=doorkeeper,
             client_stall_seconds=client_stall_seconds,
         )
-        server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
+        door = Door(lambda metadata: doorkeeper.caller(header(metadata, "authorization")))
+        server = grpc.aio.server(
+            interceptors=[door], options=server_options(max_message_bytes=MAX_MESSAGE_BYTES)
+        )
         router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
         address = f"unix:{folder}/router.sock"
         server.add_insecure_port(address)

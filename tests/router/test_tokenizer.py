@@ -146,6 +146,25 @@ def test_more_tokens_than_wanted_are_counted_and_not_listed(tokenizer: Tokenizer
         tokenizer.encode_chat([ChatMessage("user", "x" * 11)], [], True, at_most=10)
 
 
+def test_what_a_text_far_too_long_costs_depends_on_what_is_wanted(tokenizer: Tokenizer) -> None:
+    """The library would take gigabytes for it."""
+    for text in ("😀" * 4_000_000, "x" * 8_000_000):
+        with pytest.raises(TooManyTokensError) as raised:
+            tokenizer.encode(text, at_most=100_000)
+        assert not raised.value.whole
+        assert 100_000 < raised.value.num_tokens <= 400_000
+
+
+@pytest.mark.parametrize("num_characters", [65_535, 65_536, 65_537, 300_000])
+def test_a_text_that_is_not_too_long_is_counted_as_a_whole(tokenizer: Tokenizer, num_characters: int) -> None:
+    text = "é" * num_characters  # two tokens each
+    assert tokenizer.encode(text, at_most=2 * num_characters) == tokenizer.encode(text)
+    with pytest.raises(TooManyTokensError) as raised:
+        tokenizer.encode(text, at_most=2 * num_characters - 1)
+    assert raised.value.whole
+    assert raised.value.num_tokens == 2 * num_characters
+
+
 def test_b103_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
     """However long the work takes here, no pause of the others lasts for most of it."""
     ended = threading.Event()
@@ -155,7 +174,7 @@ def test_b103_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokeni
         nonlocal seconds
         began = time.perf_counter()
         with contextlib.suppress(TooManyTokensError):
-            tokenizer.encode("Grüße aus Köln. " * 50_000, at_most=1)
+            tokenizer.encode("Grüße aus Köln. " * 50_000, at_most=800_000)
         seconds = time.perf_counter() - began
         ended.set()
 

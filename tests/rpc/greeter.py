@@ -7,11 +7,12 @@ import asyncio
 import sys
 from typing import Any
 
+import grpc
 from pydantic import Field
 
 from protos.v1 import router_pb2, router_pb2_grpc
 from rpc import log, server
-from rpc.errors import StartError, abort, invalid
+from rpc.errors import RequestError, StartError, abort, invalid
 from rpc.health import Health
 from rpc.settings import ServiceSettings, load
 
@@ -23,6 +24,8 @@ class GreeterSettings(ServiceSettings):
 
     listen: str = Field(default="127.0.0.1:0", description="Where to listen.")
     fail: str = Field(default="", description="How the background work ends: start, crash or return.")
+    word: str = Field(default="", description="What a call's header of this name must say.")
+    max_received_bytes: int | None = Field(default=None, description="Largest message taken.")
 
 
 class Servicer(router_pb2_grpc.RouterServicer):
@@ -64,12 +67,18 @@ async def service() -> int:
         if not settings.fail:
             await asyncio.Event().wait()
 
+    def admit(metadata: Any) -> None:
+        if settings.word and ("word", settings.word) not in metadata:
+            raise RequestError(grpc.StatusCode.UNAUTHENTICATED, "say the word")
+
     return await server.serve(
         settings,
         services={SERVICE: lambda it: router_pb2_grpc.add_RouterServicer_to_server(servicer, it)},
         health=health,
         run=run,
         drain=servicer.drained,
+        admit=admit,
+        max_received_bytes=settings.max_received_bytes,
     )
 
 

@@ -106,6 +106,40 @@ async def test_b81_a_message_of_five_megabytes_passes_and_one_above_the_limit_na
         assert again.token_ids == [3]
 
 
+async def test_a_message_of_millions_of_parts_is_refused_before_it_is_taken_apart(
+    greeter: StartGreeter,
+) -> None:
+    server = greeter()
+    parts = b"\x2a" + b"\x80\x80\x80\x02" + b"\x0a\x00" * (1 << 21)  # chat { messages {} messages {} … }
+    async with server.connect() as channel:
+        for call in (
+            channel.unary_unary("/chairlift.v1.Router/Complete")(parts),
+            channel.unary_stream("/chairlift.v1.Router/Generate")(parts).read(),
+        ):
+            refusal = await failure_of(call)
+            assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "more than 65536 fields" in refusal.details()
+    assert b"Traceback" not in server.close()
+
+
+async def test_who_is_not_let_in_has_no_message_of_his_read(greeter: StartGreeter) -> None:
+    server = greeter("--word", "sesame", "--max-received-bytes", "100000")
+    over = router_pb2.TokenizeRequest(text="x" * 200_000)
+    async with server.connect() as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        for call in (stub.Tokenize(over), stub.Generate(router_pb2.GenerateRequest(text="1")).read()):
+            refusal = await failure_of(call)
+            assert refusal.code() is grpc.StatusCode.UNAUTHENTICATED  # and nothing is said of its size
+            assert refusal.details() == "say the word"
+        await until_serving(channel)
+        word = (("word", "sesame"),)
+        answer = await stub.Tokenize(router_pb2.TokenizeRequest(text="abc"), metadata=word)
+        assert answer.token_ids == [3]
+        refusal = await failure_of(stub.Tokenize(over, metadata=word))
+        assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "100000" in refusal.details()
+
+
 async def test_b90_bytes_that_are_no_text_are_refused_without_a_crash_in_the_log(
     greeter: StartGreeter,
 ) -> None:

@@ -123,3 +123,17 @@ def test_whatever_stands_there_is_the_right_type_or_a_sentence(value: object, re
 def test_no_body_is_a_defect(body: bytes) -> None:
     with contextlib.suppress(RequestError):
         parsed(body).close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"n": 1, "n": 2}',
+        b'{"a": [{"n": null, "n": 2}]}',
+        b'{"n": 1, "\\u006e": 1}',
+        b'{"logit_bias": {"n": 1, "n": 1}}',
+    ],
+)
+def test_a_name_that_stands_twice_is_refused_wherever_it_stands(body: bytes) -> None:
+    with pytest.raises(RequestError, match='"n" stands twice'):
+        parsed(body)

@@ -17,6 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from protos.v1 import router_pb2
+from rpc import holding
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router.http.test_app import HttpRig, Serve, serve
 from tests.router.stack import letters
@@ -165,6 +166,23 @@ async def fuzzed(serve: Serve, count: int, first: int = 0) -> None:
 
 async def test_whatever_is_sent_is_answered_or_refused(serve: Serve) -> None:
     await fuzzed(serve, 600)
+
+
+async def test_bodies_are_let_go_once_read_and_refused_when_too_many_are_kept(serve: Serve) -> None:
+    scheduler = ScriptedScheduler(script=lambda _submit: [ord("x")])  # and never an end
+    async with serve(scheduler) as rig:
+        room = rig.door._app._room
+        padded = json.dumps({"prompt": "Hi", "stream": True}).encode() + b" " * 900_000
+        headers = {"content-type": "application/json"}
+        async with rig.client.stream("POST", "/v1/completions", content=padded, headers=headers) as response:
+            await anext(response.aiter_lines())
+            assert room.num_bytes == 0
+            with room.kept(holding.MAX_BYTES):  # others' bodies, under way
+                refused = await rig.client.post("/tokenize", content=padded, headers=headers)
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                assert (await rig.post("/tokenize", prompt="Hi")).status_code == 200
+        assert (await rig.client.post("/tokenize", content=padded, headers=headers)).status_code == 400
+        assert room.num_bytes == 0
 
 
 @pytest.mark.soak

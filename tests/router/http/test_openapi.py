@@ -4,34 +4,24 @@ import asyncio
 import contextlib
 import itertools
 import resource
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx2
 import pytest
-import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi import checks
 from starlette.applications import Starlette
 
 from router.http import description
+from router.http.app import HttpApp
 from router.http.server import HttpDoor
 from tests.rig.scripted_scheduler import ScriptedScheduler
-from tests.router.http.test_app import HttpRig, Serve, serve
+from tests.router.http import asking
+from tests.router.http.test_app import HI, HttpRig, Serve, serve
 from tests.router.stack import letters
 
 __all__ = ["serve"]  # the fixture
 MAX_GROWTH_BYTES = 64 * 1024 * 1024
-CHECKS = [
-    not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
-    checks.response_headers_conformance,
-    checks.negative_data_rejection,
-]
 
 
 async def test_it_is_served_to_everybody_and_names_every_path(serve: Serve) -> None:
@@ -73,7 +63,9 @@ async def at_a_port(serve: Serve) -> AsyncIterator[str]:
     scheduler.welcome.features.extend(["constraints", "penalties", "logit_bias", "token_lists"])
     async with serve(scheduler) as running:
         await eventually_answered(running, prompt="Hi", choice=["x"])  # what tries constraints has started
-        door = HttpDoor(running.door._app, "127.0.0.1:0")
+        router = running.router  # bodies may be as long as the description lets a tool make them
+        app = HttpApp(router.intake, max_body_bytes=16 << 20, doorkeeper=router.doorkeeper)
+        door = HttpDoor(app, "127.0.0.1:0")
         yield f"http://{await door.open()}"
         async with asyncio.timeout(60):
             await running.router.quiet()
@@ -87,57 +79,45 @@ async def eventually_answered(running: HttpRig, **body: Any) -> None:
             pass
 
 
-def ask(url: str, num_inputs: int, mode: GenerationMode, start: int) -> int:
-    """So many inputs to each call, right or wrong by the description; what comes back is as described.
-
-    Returns how many were sent: there are few different ones to some of the calls.
-    """
-    num_sent = itertools.count()
-    schema = schemathesis.openapi.from_dict(description.described())
-    with httpx2.Client(base_url=url, timeout=60) as client:
-        for result in schema.get_all_operations():
-            operation = result.ok()
-            if mode is GenerationMode.NEGATIVE and operation.method == "get":
-                continue  # nothing can be wrong about them
-
-            @seed(start)
-            @settings(
-                max_examples=num_inputs,
-                deadline=None,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate],
-            )
-            @given(case=operation.as_strategy(generation_mode=mode))
-            def once(case: schemathesis.Case) -> None:
-                next(num_sent)
-                response = case.call(base_url=url)
-                case.validate_response(response, checks=CHECKS)
-
-            once()
-        probe = client.post("/v1/completions", json={"prompt": "Hi"})
-        assert probe.json()["choices"][0]["text"] == "ok"
-    return next(num_sent)
-
-
 @pytest.mark.parametrize("mode", list(GenerationMode))
 async def test_whatever_a_tool_makes_of_it_is_answered_as_it_says(serve: Serve, mode: GenerationMode) -> None:
     async with at_a_port(serve) as url:
-        await asyncio.to_thread(ask, url, 30, mode, 1)
+        await asyncio.to_thread(asking.ask, url, 30, mode, 1)
+
+
+async def test_events_of_a_stream_are_as_described(serve: Serve) -> None:
+    async with serve(ScriptedScheduler(script=letters("Grüße"))) as running:
+        for path, asked in (
+            ("/v1/completions", {"prompt": "Hi", "logprobs": 1, "n": 2}),
+            ("/v1/chat/completions", {"messages": HI, "stream_options": {"include_usage": True}}),
+        ):
+            response = await running.post(path, **asked, stream=True)
+            assert response.text.count("data: ") > 5
+            asking.check_events(path, response.text)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3 * 3600)
 async def test_20_000_inputs_by_the_description_leave_nothing_behind(serve: Serve) -> None:
     num_asked, before = 0, 0
-    _, hardest = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, hardest))  # what runs away ends itself, not the machine
     async with at_a_port(serve) as url:
         for start, mode in itertools.product(itertools.count(), GenerationMode):
-            num_asked += await asyncio.to_thread(ask, url, 100, mode, start)
+            num_asked += await asked_from_afar(url, 100, mode, start)
             if num_asked >= 20_000:
                 break
             if num_asked <= 4_000:  # until then everything has been met that is kept
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         assert grown < MAX_GROWTH_BYTES
+
+
+async def asked_from_afar(url: str, num_inputs: int, mode: GenerationMode, start: int) -> int:
+    """`asking.ask` in a process of its own."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.router.http.asking", url, str(num_inputs), mode.name, str(start)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    told, failed = await process.communicate()
+    assert process.returncode == 0, (mode, start, failed.decode()[-20_000:])
+    return int(told)
