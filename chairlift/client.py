@@ -481,6 +481,8 @@ class Routers:
 
     def delay_before_retry(self, patience: Patience, refusal: RequestError, asked: Router) -> float:
         """Seconds to wait before asking again. Raises ChairliftError when that makes no sense."""
+        if refusal.code is grpc.StatusCode.CANCELLED:  # not by us: a router that stops lets go of its calls
+            refusal = RequestError(grpc.StatusCode.UNAVAILABLE, "the router gave the call up")
         if refusal.code is grpc.StatusCode.UNAVAILABLE and asked is self.current:
             self.current = self.all[(self.all.index(asked) + 1) % len(self.all)]
         chance = random.random()  # noqa: S311 - jitter, no secret

@@ -21,7 +21,6 @@ from rpc.errors import RequestError, invalid
 MAX_SECONDS: Final = 2.0
 """For one trial, the process being there."""
 MAX_WAITING: Final = 256
-_START_SECONDS: Final = 60.0
 _NUM_PROCESSES: Final = 2
 _MAX_KEPT: Final = 1024
 _MAX_LINE_BYTES: Final = 1 << 20
@@ -36,10 +35,7 @@ class ConstraintChecks:
     def __init__(self, *, max_seconds: float = MAX_SECONDS) -> None:
         self._max_seconds = max_seconds
         self._processes = WorkerProcesses(
-            "router.constraint_worker",
-            num_processes=_NUM_PROCESSES,
-            line_bytes=_MAX_LINE_BYTES,
-            on_start=_warmed,
+            "router.constraint_worker", num_processes=_NUM_PROCESSES, line_bytes=_MAX_LINE_BYTES
         )
         self._faults: OrderedDict[bytes, asyncio.Task[str | None]] = OrderedDict()
         self._num_waiting = 0
@@ -89,30 +85,16 @@ class ConstraintChecks:
                 except TimeoutError:
                     await kill(process)
                     return f"it takes longer than {self._max_seconds:g} seconds to build; make it simpler"
-                except (OSError, RuntimeError) as error:  # it has ended before it was asked
-                    raise _cannot_check() from error
                 if not line:
                     await kill(process)
                     return "it takes too much memory to build; make it simpler"
                 fault: str | None = json.loads(line)
                 return fault
+        except (OSError, RuntimeError) as error:  # none comes up, or it has ended before it was asked
+            _log.error("constraint_not_checked", error=str(error))
+            raise _cannot_check() from error
         finally:
             self._num_waiting -= 1
-
-
-async def _warmed(process: asyncio.subprocess.Process) -> None:
-    """Until it has answered once: the time it needs to start is no trial's. Raises RequestError."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(_START_SECONDS):
-            process.stdin.write(json.dumps(["choice", ["x"]]).encode() + b"\n")
-            line = await process.stdout.readline()
-    except (OSError, RuntimeError):  # it has ended already, and its pipe with it
-        line = b""
-    if line != b"null\n":
-        _log.error("constraint_worker_failed", said=line.decode(errors="replace"))
-        raise _cannot_check()
 
 
 def _cannot_check() -> RequestError:

@@ -96,6 +96,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     vocabulary = llguidance.TokenizerWrapper(_Bytes())
     tokenizer = llguidance.LLTokenizer(vocabulary, n_vocab=_END + 1, eos_token=_END)
+    sys.stdout.write("ready\n")  # as `worker_processes` waits for it
+    sys.stdout.flush()
     for line in sys.stdin:
         kind, value = json.loads(line)
         sys.stdout.write(json.dumps(fault(kind, value, tokenizer)) + "\n")

@@ -1,35 +1,37 @@
 """Processes of our own for work that the event loop must not do, or its memory must not hold.
 
-They are started when they are first needed, used again, and killed when what they were asked goes wrong. Must
-not know: what they are asked, and in what words; that is between their user and the module that they run.
+They are started when they are first needed, used again, and killed when what they were asked goes wrong. One
+that does not come up is started again: a process with threads in the middle of things is copied before it
+becomes another, and now and then the copy dies. Must not know: what they are asked, and in what words; that
+is between their user and the module that they run, whose first line is `READY`.
 """
 
 import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Final
 
-_ROOT = str(Path(__file__).parents[1])
+import structlog
+
+READY: Final = "ready"
+_ROOT: Final = str(Path(__file__).parents[1])
+_MOST_STARTS: Final = 3
+_START_SECONDS: Final = 60.0
+
+_log = structlog.get_logger()
 
 
 class WorkerProcesses:
     """A few of one module. Use them on one event loop, and close them."""
 
-    def __init__(
-        self,
-        module: str,
-        *,
-        num_processes: int,
-        line_bytes: int,
-        on_start: Callable[[asyncio.subprocess.Process], Awaitable[None]] | None = None,
-    ) -> None:
-        """`line_bytes`: the longest line that is read. `on_start` sees each one before it is used."""
+    def __init__(self, module: str, *, num_processes: int, line_bytes: int) -> None:
+        """`line_bytes`: the longest line that is read."""
         self.idle: list[asyncio.subprocess.Process] = []
         self._module = module
         self._line_bytes = line_bytes
-        self._on_start = on_start
         self._turns = asyncio.Semaphore(num_processes)
 
     @contextlib.asynccontextmanager
@@ -58,23 +60,35 @@ class WorkerProcesses:
         return None
 
     async def _started(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", self._module),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=self._line_bytes,
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))},
-        )
-        if self._on_start is not None:
+        for _ in range(_MOST_STARTS):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", self._module),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                limit=self._line_bytes,
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))},
+            )
             try:
-                await self._on_start(process)
+                if await _says_ready(process):
+                    return process
             except BaseException:
                 await kill(process)
                 raise
-        return process
+            await kill(process)
+            _log.warning("worker_not_started", module=self._module, exit_code=process.returncode)
+        raise OSError(f"{self._module} does not come up")
+
+
+async def _says_ready(process: asyncio.subprocess.Process) -> bool:
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            return await process.stdout.readline() == f"{READY}\n".encode()
+    except (OSError, ValueError):  # nothing in time, or something else
+        return False
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:

@@ -9,6 +9,7 @@ Pure. It must not know what a message means, or whether it is valid: where the b
 the count ends, and the parser says so.
 """
 
+from collections import Counter
 from functools import cache
 from typing import Final
 
@@ -37,19 +38,29 @@ def is_light(raw: bytes, descriptor: Descriptor) -> bool:
 
 def check_weight(raw: bytes, descriptor: Descriptor) -> None:
     """Refuses a message of too many parts; may take a while. Raises RequestError, INVALID_ARGUMENT."""
-    num_fields, num_numbers = _counted(raw, descriptor, MAX_FIELDS)
+    by_field: Counter[str] = Counter()
+    num_fields, num_numbers = _counted(raw, descriptor, MAX_FIELDS, by_field)
     if num_fields > MAX_FIELDS:
-        raise invalid("", f"the message has more than {MAX_FIELDS} fields and entries in all; send fewer")
+        [(most, _)] = by_field.most_common(1)
+        raise invalid(
+            most,
+            f"the message has more than {MAX_FIELDS} fields and entries, most in {most}; send fewer",
+        )
     if num_numbers > MAX_NUMBERS:
         raise invalid("", f"the lists of the message have more than {MAX_NUMBERS} numbers; send fewer")
 
 
-def _counted(raw: bytes, descriptor: Descriptor, max_fields: int) -> tuple[int, int]:
-    """Fields, and numbers of packed lists, up to where there are too many or the bytes are no message."""
+def _counted(
+    raw: bytes, descriptor: Descriptor, max_fields: int, by_field: Counter[str] | None = None
+) -> tuple[int, int]:
+    """Fields, and numbers of packed lists, up to where there are too many or the bytes are no message.
+
+    `by_field` is told how often each field came.
+    """
     num_fields = num_numbers = 0
-    inner = [(0, len(raw), descriptor)]  # messages still to be looked into: where, and of what type
+    inner = [(0, len(raw), descriptor, "")]  # messages still to be looked into: where, of what type, its path
     while inner:
-        position, end, kind = inner.pop()
+        position, end, kind, path = inner.pop()
         parts = _parts(kind)
         try:
             while position < end:
@@ -57,6 +68,8 @@ def _counted(raw: bytes, descriptor: Descriptor, max_fields: int) -> tuple[int, 
                 if num_fields > max_fields or num_numbers > MAX_NUMBERS:
                     return num_fields, num_numbers
                 tag, position = _varint(raw, position)
+                if by_field is not None:
+                    by_field[_path(kind, tag >> 3, path)] += 1
                 if tag & 7 != _LENGTH:
                     position = _behind(raw, position, tag & 7)
                     continue
@@ -65,13 +78,18 @@ def _counted(raw: bytes, descriptor: Descriptor, max_fields: int) -> tuple[int, 
                     break
                 part = parts.get(tag >> 3)
                 if isinstance(part, Descriptor):
-                    inner.append((position, position + length, part))
+                    inner.append((position, position + length, part, f"{_path(kind, tag >> 3, path)}."))
                 elif part is not None:
                     num_numbers += _num_numbers(raw, position, length)
                 position += length
         except IndexError:  # no message any more: what stands before it counts all the same
             pass
     return num_fields, num_numbers
+
+
+def _path(kind: Descriptor, number: int, path: str) -> str:
+    field = kind.fields_by_number.get(number)
+    return path + (str(number) if field is None else field.name)
 
 
 def _behind(raw: bytes, position: int, wire_type: int) -> int:

@@ -20,6 +20,7 @@ from router.http import asked
 from router.http.asked import Asked, Detokenizing
 from router.http.fields import Fields, parsed
 from router.validation import Limits
+from router.worker_processes import READY
 from rpc.errors import RequestError
 
 MAX_MEMORY_BYTES: Final = 2 << 30
@@ -70,6 +71,8 @@ def _compact(prompt: Any, limits: Limits) -> Any:
 def main() -> None:
     """Answers until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    sys.stdout.buffer.write(f"{READY}\n".encode())
+    sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         kind, num_bytes, max_total_tokens = json.loads(line)
         for value in answer(kind, sys.stdin.buffer.read(num_bytes), max_total_tokens):

@@ -95,7 +95,7 @@ class FourDoors:
         for door, other in zip(DOORS[1:], others, strict=True):
             if isinstance(first, Refused) and isinstance(other, Refused):
                 other.text = first.text  # a whole answer that failed has none
-            assert other == first, f"{door} says otherwise than {DOORS[0]}"
+            assert other == first, f"{door} says otherwise than {DOORS[0]}: {other} and {first}"
         return first
 
     # --- gRPC ---------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ class Way:
         self._from_path = from_path
         self._to_path = to_path
         self._writers: set[asyncio.StreamWriter] = set()
+        self._forwarding: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_unix_server(self._forward, self._from_path)
@@ -23,6 +24,7 @@ class Way:
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
         self.cut()
+        await asyncio.gather(*self._forwarding)  # what is cancelled in the middle complains later, elsewhere
 
     def cut(self) -> None:
         """Breaks every connection at once; what is under way is lost. New ones may be made."""
@@ -31,6 +33,10 @@ class Way:
             writer.transport.abort()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._forwarding.add(task)
+        task.add_done_callback(self._forwarding.discard)
         try:
             far_reader, far_writer = await asyncio.open_unix_connection(self._to_path)
         except OSError:

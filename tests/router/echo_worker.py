@@ -2,6 +2,8 @@
 
 import sys
 
+sys.stdout.write("ready\n")
+sys.stdout.flush()
 for line in sys.stdin:
     if line == "end\n":
         break

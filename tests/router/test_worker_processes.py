@@ -64,15 +64,9 @@ async def test_one_that_has_ended_is_not_used_again() -> None:
             assert await said(second, "snow") == "snow"
 
 
-async def test_one_that_is_refused_at_its_start_is_ended() -> None:
-    seen = []
-
-    async def refuse(process: asyncio.subprocess.Process) -> None:
-        seen.append(process)
-        raise RuntimeError("not this one")
-
-    processes = WorkerProcesses("tests.router.echo_worker", num_processes=1, line_bytes=1024, on_start=refuse)
-    with pytest.raises(RuntimeError, match="not this one"):
+async def test_one_that_does_not_come_up_is_an_error_in_words() -> None:
+    processes = WorkerProcesses("tests.router.no_such_worker", num_processes=1, line_bytes=1024)
+    with pytest.raises(OSError, match=r"tests\.router\.no_such_worker does not come up"):
         async with processes.one():
             pass
-    assert [process.returncode is None for process in seen] == [False]
+    assert not processes.idle
