@@ -29,7 +29,7 @@ demo: $(RUN_STAMP) $(MODEL_STAMP)
 	$(BIN)/chairlift demo
 
 test: check $(MODEL_STAMP)
-	$(BIN)/pytest -m "not soak" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m "not soak" --numprocesses 3 --dist loadfile
 
 check: $(DEV_STAMP)
 	$(BIN)/python scripts/gen_protos.py --check

@@ -13,8 +13,11 @@ from tests.rig.oracle import Oracle
 # Read when triton is imported, whoever imports it first: its kernels run on the CPU then, slowly.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# How long an example takes says how busy the machine is, and nothing of the law.
-settings.register_profile("drawn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says how busy the machine is, and nothing of the law. A law that needs more
+# examples says so.
+settings.register_profile(
+    "drawn", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
 # A change is judged on the same examples each time; people and `make soak` draw new ones.
 settings.register_profile("ci", settings.get_profile("drawn"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "drawn")

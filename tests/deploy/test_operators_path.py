@@ -99,6 +99,7 @@ def running(tiny_model_folder: Path) -> Iterator[Cluster]:
 
 
 @promtool
+@pytest.mark.soak
 def test_a_killed_executor_is_seen_on_the_page_in_the_alerts_and_in_the_log(
     running: Cluster, tmp_path: Path
 ) -> None:

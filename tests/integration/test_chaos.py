@@ -71,6 +71,7 @@ async def freeze_the_leader(one: Chaos) -> None:
     assert "stepped_down" in one.cluster.process(old).stderr
 
 
+@pytest.mark.soak  # a minute and more of two cores
 async def test_everything_is_restarted_one_after_the_other_and_no_stream_fails(
     tiny_model_folder: Path,
 ) -> None:

@@ -204,6 +204,7 @@ async def check_real_model(
 
 @needs_real_model
 @pytest.mark.model
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 async def test_the_real_model_one_by_one_equals_the_oracle(real: Cluster, real_oracle: Oracle) -> None:
     restart_scheduler(real)
@@ -216,7 +217,10 @@ async def test_the_real_model_one_by_one_equals_the_oracle(real: Cluster, real_o
 @needs_real_model
 @pytest.mark.model
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("window", "budget"), [(1, 2048), (2, 64), (2, 7)])
+@pytest.mark.parametrize(
+    ("window", "budget"),
+    [pytest.param(1, 2048, marks=pytest.mark.soak), (2, 64), pytest.param(2, 7, marks=pytest.mark.soak)],
+)
 async def test_the_real_model_at_once_equals_the_oracle(
     window: int, budget: int, real: Cluster, real_oracle: Oracle
 ) -> None:

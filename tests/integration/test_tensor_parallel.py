@@ -20,7 +20,7 @@ from tests.rig.quiet import check_quiet, wait_until_idle
 pytestmark = pytest.mark.timeout(300)  # up to seven processes import torch at once
 
 RANKS = {"alone": 1, "two": 2, "four": 4}
-NUM_TOKENS = 64  # long enough that they meet, however fast the steps
+NUM_TOKENS = 40  # long enough that they meet, however fast the steps
 FEW_BLOCKS = 10
 
 
