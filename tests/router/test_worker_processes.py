@@ -39,10 +39,12 @@ async def test_one_is_used_again() -> None:
 async def test_one_is_of_nobody_else_and_there_are_so_many() -> None:
     async with opened(num_processes=1) as processes:
         async with processes.one() as first:
-            waiting = asyncio.ensure_future(processes.one().__aenter__())
+            other = processes.one()
+            waiting = asyncio.ensure_future(other.__aenter__())
             assert await said(first, "snow") == "snow"
             assert not waiting.done()
         assert await waiting is first
+        await other.__aexit__(None, None, None)
 
 
 async def test_what_goes_wrong_inside_ends_it() -> None:
