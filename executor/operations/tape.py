@@ -53,9 +53,9 @@ class Tapes:
     def find(self, shape: Hashable) -> Tape | None:
         """The tape of `shape`; where there is none, one is recorded from now on."""
         tape = self._kept.pop(shape, None)
-        if tape is None:
-            self._recording = (shape, Tape())
-        else:
+        # A recording that was broken off is given up either way: the next `end` would be another step's.
+        self._recording = (shape, Tape()) if tape is None else None
+        if tape is not None:
             self._kept[shape] = tape  # now the last one used
         return tape
 

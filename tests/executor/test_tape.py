@@ -112,6 +112,16 @@ def test_a_recording_that_was_broken_off_is_not_kept() -> None:
     assert tapes.find(1) is None
 
 
+def test_a_tape_that_is_played_ends_no_recording_that_was_broken_off() -> None:
+    tapes = Tapes()
+    record(tapes, 1)
+    assert tapes.find(2) is None
+    tapes.add(*operation())  # and then the step failed
+    assert tapes.find(1) is not None
+    tapes.end(torch.zeros(1))
+    assert tapes.find(2) is None
+
+
 def test_what_is_computed_beside_a_recording_is_in_no_tape() -> None:
     tapes = Tapes()
     tapes.end(torch.zeros(1))
