@@ -1,13 +1,18 @@
 """The executor's step alone, without scheduler and gRPC: seconds by batch width, and of prefill.
 
-    python -m bench.cpu_steps [--model models/smollm2] [--dtype bfloat16] [--context 96] [--plain]
+    python -m bench.cpu_steps [--model models/smollm2] [--dtype bfloat16] [--context 96]
+                              [--plain | --operations]
 
-Medians of several steps, the widths alternating. The limits are measured in the same run.
+Medians of several steps, the widths alternating. The limits are measured in the same run. `--operations`
+tells where a decode step of 64 goes, each operation being a call of its own.
 """
 
 import argparse
 import statistics
+import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +22,7 @@ from executor import runner as runner_module
 from executor.attention.base import AttentionSpec
 from executor.attention.reference import ReferenceAttention
 from executor.inputs import SampleRow, StepInputs, build_inputs
+from executor.kernels.library import Kind
 from executor.operations.plain import PlainOperations
 from executor.runner import ModelRunner
 from executor.sequences import Row, SamplingParams
@@ -54,6 +60,31 @@ def plain_operations(spec: AttentionSpec) -> PlainOperations:
     return PlainOperations(ReferenceAttention(spec))
 
 
+def tell_operations(runner: ModelRunner, context: int, rounds: int) -> None:
+    """Milliseconds of a step in each operation, medians; in the clock's time of whoever calls them."""
+    inputs, sample_rows = rows(runner, 64, 1, context)
+    operations: Any = runner._model._operations  # noqa: SLF001 - measured from inside
+    compute = operations._compute  # noqa: SLF001
+    spent: Counter[str] = Counter()
+
+    def timed(kind: Kind, call: Any, *args: Any, **flags: Any) -> None:
+        started = time.perf_counter_ns()
+        compute(kind, call, *args, **flags)
+        columns = f" of {call.num_columns} columns" if kind is Kind.LINEAR else ""
+        spent[f"{kind.name.lower()}{columns}"] += time.perf_counter_ns() - started
+
+    operations._compute = timed  # noqa: SLF001
+    taken: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        operations._tapes.forget()  # noqa: SLF001 - else it is one call
+        spent.clear()
+        output = runner.step(inputs, sample_rows)
+        for name, each in (*spent.items(), ("sampling", output.sample_us * 1000)):
+            taken.setdefault(name, []).append(each / 1e6)
+    for name, each in sorted(taken.items(), key=lambda item: -statistics.median(item[1])):
+        print(f"{name:24} {statistics.median(each):6.2f} ms")
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(
@@ -65,6 +96,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--plain", action="store_true", help="plain torch in place of the kernels")
+    parser.add_argument("--operations", action="store_true", help="a decode of 64, operation by operation")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.plain:
@@ -73,6 +105,9 @@ def main() -> None:
         options.model, dtype=options.dtype, device="cpu", num_blocks=3000, block_size=16, max_num_seqs=256
     )
     runner.warm_up()
+    if options.operations:
+        tell_operations(runner, options.context, options.rounds)
+        return
     machine = machine_limit.measured(options.threads)
     print(
         f"limits: {machine.operations_per_second / 1e9:.0f} GF/s, {machine.bytes_per_second / 1e9:.1f} GB/s"

@@ -153,6 +153,15 @@ class Runner(Protocol):
         """Compute one step."""
 
 
+def fault_of(runner: Runner) -> BaseException | None:
+    """What keeps the device from making a token; None when it can. Makes one."""
+    try:
+        runner.warm_up()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the device is lost
+        return error
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimings:
     """Where one step's time went, microseconds. `idle_us` is the gap since the epoch's step before."""
@@ -208,11 +217,7 @@ class EpochWork:
 
     def device_fault(self) -> BaseException | None:
         """What keeps the device from making a token; None when it can. To be asked after a failed step."""
-        try:
-            self._runner.warm_up()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the device is lost
-            return error
-        return None
+        return fault_of(self._runner)
 
 
 @dataclass(frozen=True, slots=True)

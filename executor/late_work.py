@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from executor.device import Later, Pipeline, Runner, StepTimings
+from executor.device import Later, Pipeline, Runner, StepTimings, fault_of
 from executor.inputs import build_inputs
 from executor.sequences import BatchPlan, Flight, PlanError, Sampled, SequenceTable, StepResult
 
@@ -94,11 +94,7 @@ class LateEpochWork:
 
     def device_fault(self) -> BaseException | None:
         """What keeps the device from making a token; None when it can. To be asked after a failed step."""
-        try:
-            self._runner.warm_up()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the device is lost
-            return error
-        return None
+        return fault_of(self._runner)
 
     def _launched(self, plan: BatchPlan) -> _Step:
         start = self._clock_ns()

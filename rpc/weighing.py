@@ -38,9 +38,10 @@ def is_light(raw: bytes, descriptor: Descriptor) -> bool:
 
 def check_weight(raw: bytes, descriptor: Descriptor) -> None:
     """Refuses a message of too many parts; may take a while. Raises RequestError, INVALID_ARGUMENT."""
-    by_field: Counter[str] = Counter()
-    num_fields, num_numbers = _counted(raw, descriptor, MAX_FIELDS, by_field)
+    num_fields, num_numbers = _counted(raw, descriptor, MAX_FIELDS)
     if num_fields > MAX_FIELDS:
+        by_field: Counter[str] = Counter()
+        _counted(raw, descriptor, MAX_FIELDS, by_field)
         [(most, _)] = by_field.most_common(1)
         raise invalid(
             most,
@@ -78,7 +79,8 @@ def _counted(
                     break
                 part = parts.get(tag >> 3)
                 if isinstance(part, Descriptor):
-                    inner.append((position, position + length, part, f"{_path(kind, tag >> 3, path)}."))
+                    below = path if by_field is None else f"{_path(kind, tag >> 3, path)}."
+                    inner.append((position, position + length, part, below))
                 elif part is not None:
                     num_numbers += _num_numbers(raw, position, length)
                 position += length

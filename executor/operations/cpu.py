@@ -328,14 +328,7 @@ class CpuOperations:
         self._compute(Kind.ROTATE, call)
         return query
 
-    def attend(
-        self,
-        query: Tensor,
-        step: StepTensors,
-        cache: LayerCache,
-        *,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, step: StepTensors, cache: LayerCache, *, window: int | None) -> Tensor:
         """Tile by tile of the context, in its order."""
         attended = self._buffers.take("attended", query.shape[0], query.shape[1], query.dtype)
         spec = self._spec

@@ -146,6 +146,18 @@ async def test_retries_are_bounded(ask: Ask, tmp_path: Path) -> None:
 
 
 @ALL
+async def test_b106_a_router_that_lets_go_of_its_calls_as_it_stops_is_asked_again(
+    ask: Ask, tmp_path: Path
+) -> None:
+    let_go = RequestError(grpc.StatusCode.CANCELLED, "the server stops")
+    router = Moody(([], let_go), ([], let_go))
+    async with listening(router, tmp_path) as address:
+        with pytest.raises(ChairliftError, match="gave the call up"):
+            await ask(address, "Hi", retries=1)
+    assert len(router.requests) == 2
+
+
+@ALL
 async def test_nobody_there_is_told_with_the_address(ask: Ask, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/nobody.sock"
     with pytest.raises(ChairliftError, match=f"nobody answers at {address}") as raised:

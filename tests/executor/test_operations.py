@@ -1,6 +1,7 @@
 """The kernels, in every instruction set that runs here, and plain torch: against float64, and bit by bit."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from executor.operations.base import Activation, Norm, Operations, StepTensors
 from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
 from executor.sequences import Row, SamplingParams
+from tests.executor import attending
 from tests.rig import attention_oracle
 
 torch.set_num_threads(1)
@@ -37,25 +39,8 @@ def kernels(name: str) -> Kernels:
     return Kernels(next(each for each in build.available() if each.name == name), 2)
 
 
-def spec(
-    dtype: torch.dtype = torch.float32,
-    *,
-    num_kv_heads: int = 2,
-    group: int = 2,
-    head_dim: int = 32,
-    block_size: int = 16,
-    soft_cap: float | None = None,
-) -> AttentionSpec:
-    return AttentionSpec(
-        device=torch.device("cpu"),
-        dtype=dtype,
-        num_heads=num_kv_heads * group,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        scale=head_dim**-0.5,
-        soft_cap=soft_cap,
-    )
+def spec(dtype: torch.dtype = torch.float32, *, head_dim: int = 32, **others: Any) -> AttentionSpec:
+    return attending.spec(dtype=dtype, head_dim=head_dim, **others)
 
 
 def operations(kind: str, of: AttentionSpec) -> Operations:
