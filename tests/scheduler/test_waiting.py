@@ -11,6 +11,7 @@ from scheduler.tenants import Tenant, TenantLimits
 from scheduler.waiting import Policy, WaitingQueue
 from tests.scheduler.sequences import waiting
 
+
 @pytest.fixture(autouse=True)
 def swept_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few entries show what many would."""
