@@ -101,13 +101,13 @@ async def serve(
         for listen in settings.listen.split(",")
     ]
     with _stop_signals() as stop_asked:
-        await server.start()
-        for address in addresses:
-            print(f"listening on {address}", flush=True)  # noqa: T201 - the announcement that scripts wait for
-            secured = certificates is not None and address.unix_path is None
-            _log.info("listening", address=str(address), tls=secured)
         work = None
         try:
+            await server.start()
+            for address in addresses:
+                print(f"listening on {address}", flush=True)  # noqa: T201 - the announcement that scripts wait for
+                secured = certificates is not None and address.unix_path is None
+                _log.info("listening", address=str(address), tls=secured)
             for side_door in side_doors:
                 where = await side_door.open()
                 print(f"{side_door.name} on {where}", flush=True)  # noqa: T201 - likewise

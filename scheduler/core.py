@@ -322,6 +322,7 @@ class SchedulerCore:
         """
         self._now = now
         state = self.executors[executor_id]
+        state.is_hashing = False
         if state.fault is not None:
             raise state.fault
         if not self._may_send(state, now) or not self._clear_the_way(state):
@@ -878,11 +879,15 @@ class SchedulerCore:
 def _continues(seq: Sequence, request: Request, output_token_ids: TokenIds) -> bool:
     """Whether a reader who has these ids can go on with `seq`: they are a beginning of what it has put out.
 
-    One that was given up (its router was away too long) or ran out of its call's time has nothing to go on
-    with: whoever asks again has time. One that was taken in when its router had the prompt's
-    log-probabilities has none for a reader who lacks them.
+    One that was given up (its router was away too long, or no executor was there) or ran out of its call's
+    time has nothing to go on with: whoever asks again has time. One that was taken in when its router had the
+    prompt's log-probabilities has none for a reader who lacks them.
     """
-    if seq.finish is not None and seq.finish.reason in {FinishReason.ABORT, FinishReason.DEADLINE}:
+    finish = seq.finish
+    if finish is not None and (
+        finish.reason in {FinishReason.ABORT, FinishReason.DEADLINE}
+        or finish.status_code is StatusCode.UNAVAILABLE
+    ):
         return False
     if request.want_prompt_logprobs and seq.prompt_logprobs is None:
         return False

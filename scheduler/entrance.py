@@ -62,10 +62,10 @@ def find(
         core.waiting.set_aside(tenant)
         return PassedOver(Reason.QUEUED_FOR_TENANT, f"tenant {tenant.name!r} is at its own limit")
     matched = state.cache.matched(seq)
-    state.is_hashing = matched is None
     if matched is None:
+        state.is_hashing = True
         return None
-    leader = state.cache.leader_of(seq, len(matched)) if follows else None
+    leader = _leader(state, seq, matched) if follows else None
     if leader is not None:
         core.waiting.park(seq)
         state.cache.follow(seq, leader)
@@ -76,6 +76,15 @@ def find(
         return Fits(matched)
     state.too_full_for = seq
     return Blocked()
+
+
+def _leader(state: ExecutorState, seq: Sequence, matched: list[int]) -> Sequence | None:
+    """Whose work on the beginning of `seq` it should wait for, if anybody's.
+
+    Nobody's who is less important: such a one gets its tokens after all others, and `seq` would as well.
+    """
+    leader = state.cache.leader_of(seq, len(matched))
+    return None if leader is None or leader.request.priority > seq.request.priority else leader
 
 
 def _tenant_allows(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> bool:
@@ -151,7 +160,7 @@ def who_makes_way(core: "SchedulerCore", state: ExecutorState, head: Sequence) -
     if not _tenant_allows(core, state, head):
         return []
     matched = state.cache.matched(head)
-    if matched is None or state.cache.leader_of(head, len(matched)) is not None:
+    if matched is None or _leader(state, head, matched) is not None:
         return []
     num_seats = len(state.running) + 1 - state.max_num_seqs
 

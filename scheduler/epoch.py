@@ -112,44 +112,44 @@ class Epoch:
         """Sends plans and applies results until the stream ends; raises why it ended.
 
         A step that takes longer than the step timeout, and than 20 times what was predicted for it, ends the
-        stream with StepLateError.
+        stream with StepLateError. Nothing waits for the writer: an executor that takes nothing may hold it up
+        for as long as the connection lasts, even after the call was cancelled.
         """
-        state, wake = self._state, self._wake
+        state = self._state
         state.is_away = False
         state.clock.resumed(self._loop.now())
-        results = asyncio.ensure_future(self._apply_results(stream))
-        results.add_done_callback(lambda _: wake.set())
-        watch = asyncio.ensure_future(self._watch_steps())
-        # A writer that is held up by an executor that takes nothing must be freed as well.
-        watch.add_done_callback(lambda _: stream.cancel())
+        watching = asyncio.ensure_future(self._watch_steps())
+        reading = asyncio.ensure_future(self._apply_results(stream))
+        writing = asyncio.ensure_future(self._write_plans(stream))
+        tasks = (watching, reading, writing)
         try:
-            for unanswered in state.session.resend():
-                await stream.send(wire.plan_message(unanswered).SerializeToString())
-            while not results.done():
-                wake.clear()
-                await self._send_plans(stream)
-                look_at = state.look_again_at
-                if look_at is not None:
-                    look_at = max(look_at, self._loop.now() + _MIN_LOOK_SECONDS)
-                with _waking_at(look_at, wake), _waking_at(state.held_until, wake):
-                    await wake.wait()
-            if not watch.done():
-                results.result()
-            watch.result()
-        except ExecutorUnreachableError:
-            if watch.done():
-                watch.result()
-            # The writer only sees that the call is over; the reader knows its status.
-            await asyncio.wait([results], timeout=1)
-            if results.done():
-                results.result()
-            raise
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done() and isinstance(writing.exception(), ExecutorUnreachableError):
+                # The writer only sees that the call is over; the reader knows its status.
+                await asyncio.wait([reading], timeout=1)
+            for task in tasks:
+                if task.done():
+                    task.result()
         finally:
             state.is_away = True
             stream.cancel()
-            for task in (results, watch):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(results, watch, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write_plans(self, stream: ExecuteStream) -> None:
+        """Sends again what has no answer, then whatever there is to plan whenever there may be something."""
+        state, wake = self._state, self._wake
+        for unanswered in state.session.resend():
+            await stream.send(wire.plan_message(unanswered).SerializeToString())
+        while True:
+            wake.clear()
+            await self._send_plans(stream)
+            look_at = state.look_again_at
+            if look_at is not None:
+                look_at = max(look_at, self._loop.now() + _MIN_LOOK_SECONDS)
+            with _waking_at(look_at, wake), _waking_at(state.held_until, wake):
+                await wake.wait()
 
     async def _watch_steps(self) -> None:
         """Raises StepLateError when a step is late."""

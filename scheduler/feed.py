@@ -76,13 +76,16 @@ class Feed:
         one = self._followed.get(state.executor_id)
         if one is None:
             one = self._followed[state.executor_id] = _Followed()
-        elif plan.step_id <= one.changes.step_id:  # a fresh epoch: numbers of sequences begin anew
-            self._flush()
-            one.changes = BatchChanges()
         one.changes.take(plan)
         one.state, one.planned_at, one.num_plan_bytes = state, planned_at, num_plan_bytes
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
+
+    def executor_gone(self, executor_id: str) -> None:
+        """Its epoch is over: its last steps are told, and in a fresh one everything begins anew."""
+        if executor_id in self._followed:
+            self._flush()
+            del self._followed[executor_id]
 
     def _flush(self) -> None:
         if self._timer is not None:

@@ -39,7 +39,7 @@ class LeaseFile:
         if self._fd is None:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                if not (_try_lock(fd) and self._is_at_path(fd)):
+                if not (_try_lock(fd) and _leads_to(self._path, fd)):
                     return self._read(fd), False
                 self._fd, fd = fd, -1
             finally:
@@ -51,22 +51,36 @@ class LeaseFile:
     def claim(self, record: Record) -> bool:
         """Writes a record: into the file that is locked, or in place of one that another has locked.
 
-        Returns whether the file at the path is this process' own. Raises OSError.
+        Returns whether the file at the path is this process' own: another may have been quicker, and then has
+        its term alone. Raises LeaseFileError, OSError.
         """
         if self._fd is None:
-            new_path = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-            fd = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            self._fd = fd
-            _try_lock(fd)
-            _write(fd, record)
-            new_path.replace(self._path)
+            self._usurp(record)
         else:
             _write(self._fd, record)
         return self.is_mine()
 
+    def _usurp(self, record: Record) -> None:
+        """Puts a new file in the old one's place, unless somebody else is about to, or has done so."""
+        new_path = self._path.with_name(f"{self._path.name}.next")
+        fd = os.open(new_path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if not (_try_lock(fd) and _leads_to(new_path, fd)):
+                return
+            there = self.read()
+            if there is not None and there.term >= record.term:
+                new_path.unlink()
+                return
+            _write(fd, record)
+            new_path.replace(self._path)
+            self._fd, fd = fd, -1
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
     def is_mine(self) -> bool:
         """Whether the file at the path is the one that this process has locked."""
-        return self._fd is not None and self._is_at_path(self._fd)
+        return self._fd is not None and _leads_to(self._path, self._fd)
 
     def write(self, record: Record) -> None:
         """Replaces the record in the file that is locked. Raises OSError."""
@@ -90,14 +104,6 @@ class LeaseFile:
         finally:
             os.close(fd)
 
-    def _is_at_path(self, fd: int) -> bool:
-        mine = os.fstat(fd)
-        try:
-            there = self._path.stat()
-        except FileNotFoundError:
-            return False
-        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
-
     def _read(self, fd: int) -> Record | None:
         data = os.pread(fd, RECORD_BYTES + 1, 0)
         if not data:
@@ -108,6 +114,15 @@ class LeaseFile:
             raise LeaseFileError(
                 f"{self._path} is no lease file: name a file that is the lease's alone"
             ) from error
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    mine = os.fstat(fd)
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
 
 def _try_lock(fd: int) -> bool:

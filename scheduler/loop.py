@@ -190,6 +190,7 @@ class SchedulerLoop:
     def executor_lost(self, executor_id: str, reason: str, *, is_crash: bool) -> None:
         """Its epoch is over: what ran there waits again. `is_crash`: it may have died of what it computed."""
         del self._executor_wakes[executor_id]
+        self.feed.executor_gone(executor_id)
         self._deliver_ended(self.core.detach(executor_id, self.now(), is_crash=is_crash))
         self.executor_missing(executor_id, reason)
         self.queue_changed()

@@ -6,7 +6,7 @@ moves what `take` gives.
 
     attach(handle, seq, n)      tokens from the n-th on are owed
     touch(seq)                  it has news
-    take(now) ─► StepOutput     everything owed, once; None while nothing is, or too much is unacknowledged
+    take(now) ─► StepOutput     what is owed, once; None while nothing is, or too much is unacknowledged
     acked(message_id) ─► done   sequences whose end the router has: their records may go
     close() ─► orphans          the stream broke: sequences nobody reads now
 
@@ -25,6 +25,9 @@ from scheduler.sequence import Finish, FinishReason, Sequence, StatusCode
 from scheduler.token_ids import TokenIds
 
 MAX_UNACKED_MESSAGES = 8  # more in flight only grows the transport's buffers
+# In one message: a router that comes back may be owed more than the smallest --max-message-bytes (1 MiB).
+MAX_TOKENS = 1 << 16
+MAX_LOGPROBS = 1 << 11  # entries, each with its alternatives some 300 bytes
 _TAKEN_OVER = Finish(
     FinishReason.ERROR,
     message="another stream goes on with this request",
@@ -150,25 +153,37 @@ class RouterSession:
         return bool(self._dirty or self._ends)
 
     def take(self, now: float) -> StepOutput | None:
-        """Everything owed as one message; None when nothing is, or the router must acknowledge first."""
+        """What is owed as one message; None when nothing is, or the router must acknowledge first."""
         if not self.has_news or len(self._unacked) >= MAX_UNACKED_MESSAGES:
             return None
         output = StepOutput(self._next_message_id, finished=self._ends)
         ends: list[Attachment] = []
+        for_the_next: list[Attachment] = []
+        logprobs_room = MAX_LOGPROBS
         for attachment in self._dirty:
-            attachment.is_dirty = False
             seq = attachment.seq
             if seq.attachment is not attachment:
                 continue  # somebody else reads it now
             if not attachment.has_told_accepted:
                 attachment.has_told_accepted = True
                 output.accepted.append(attachment.handle)
-            if seq.prompt_logprobs is not None:
-                self._take_prompt_logprobs(attachment, seq.prompt_logprobs, output)
-            self._take_tokens(attachment, output)
             if seq.has_started and not attachment.has_told_start:
                 attachment.has_told_start = True
                 output.started.append((attachment.handle, seq.num_cached_tokens))
+            is_all = True
+            if seq.prompt_logprobs is not None:
+                logprobs_room -= self._take_prompt_logprobs(
+                    attachment, seq.prompt_logprobs, output, logprobs_room
+                )
+                is_all = attachment.prompt_cursor == len(seq.prompt_logprobs)
+            if is_all:
+                count = self._take_tokens(attachment, output, logprobs_room)
+                logprobs_room -= count if seq.logprobs is not None else 0
+                is_all = seq.num_prompt_tokens + attachment.cursor >= len(seq.token_ids)
+            if not is_all:
+                for_the_next.append(attachment)
+                continue
+            attachment.is_dirty = False
             if seq.finish is not None and not attachment.finish_message_id:
                 attachment.finish_message_id = output.message_id
                 output.finished.append(
@@ -177,36 +192,45 @@ class RouterSession:
                     )
                 )
                 ends.append(attachment)
-        self._dirty = []
+        self._dirty = for_the_next
         self._ends = []
         self._next_message_id += 1
         self._unacked.append((output.message_id, now, ends))
         return output
 
     @staticmethod
-    def _take_prompt_logprobs(attachment: Attachment, known: list[object], output: StepOutput) -> None:
+    def _take_prompt_logprobs(
+        attachment: Attachment, known: list[object], output: StepOutput, room: int
+    ) -> int:
+        """Adds those that are owed, as far as there is room; returns how many."""
         start = attachment.prompt_cursor
-        if len(known) > start:
-            output.prompt_logprobs.append((attachment.handle, start + 1, known[start:]))
-            attachment.prompt_cursor = len(known)
+        count = min(len(known) - start, room)
+        if count > 0:
+            output.prompt_logprobs.append((attachment.handle, start + 1, known[start : start + count]))
+            attachment.prompt_cursor += count
+        return count
 
     @staticmethod
-    def _take_tokens(attachment: Attachment, output: StepOutput) -> None:
+    def _take_tokens(attachment: Attachment, output: StepOutput, logprobs_room: int) -> int:
+        """Adds those that are owed, as far as there is room; returns how many."""
         seq = attachment.seq
         start = seq.num_prompt_tokens + attachment.cursor
-        count = len(seq.token_ids) - start
+        count = min(len(seq.token_ids) - start, MAX_TOKENS - len(output.token_ids))
+        if seq.logprobs is not None:
+            count = min(count, logprobs_room)
         if count <= 0:
-            return
+            return 0
         output.handles.append(attachment.handle)
         output.num_tokens.append(count)
         if count == 1:
             output.token_ids.append(seq.token_ids[start])
         else:
-            output.token_ids.extend(seq.token_ids[start:])
+            output.token_ids.extend(seq.token_ids[start : start + count])
         if seq.logprobs is not None:
             first = attachment.cursor - seq.num_resumed_tokens
             output.logprobs.append((attachment.handle, seq.logprobs[first : first + count]))
         attachment.cursor += count
+        return count
 
     def acked(self, message_id: int) -> list[Sequence]:
         """The router has everything up to `message_id`; returns sequences whose end is thereby delivered."""

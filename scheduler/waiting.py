@@ -49,7 +49,6 @@ class _Class:
     heaps: dict[Tenant, list[tuple[Key, int, Sequence]]] = field(default_factory=dict)
     ready: list[tuple[Rank, int, Tenant]] = field(default_factory=list)
     ready_entry: dict[Tenant, int] = field(default_factory=dict)  # the one entry of `ready` that counts
-    ready_rank: dict[Tenant, Rank] = field(default_factory=dict)
     ages: dict[Tenant, list[tuple[float, int, Sequence]]] = field(
         default_factory=dict
     )  # by how long they wait
@@ -243,11 +242,10 @@ class WaitingQueue:
                 heapq.heappop(heap)
             if not heap:
                 heapq.heappop(ready)
-                del of_class.heaps[tenant], of_class.ready_entry[tenant], of_class.ready_rank[tenant]
+                del of_class.heaps[tenant], of_class.ready_entry[tenant]
                 continue
             if self._rank(tenant, heap) != rank:
                 heapq.heappop(ready)
-                del of_class.ready_rank[tenant]
                 self._offer(of_class, tenant)
                 continue
             return heap[0][2]
@@ -264,7 +262,6 @@ class WaitingQueue:
         rank = self._rank(tenant, of_class.heaps[tenant])
         self._next_entry += 1
         of_class.ready_entry[tenant] = self._next_entry
-        of_class.ready_rank[tenant] = rank
         heapq.heappush(of_class.ready, (rank, self._next_entry, tenant))
         if len(of_class.ready) > _SLACK + 2 * len(of_class.heaps):
             entries = of_class.ready_entry
@@ -272,10 +269,15 @@ class WaitingQueue:
             heapq.heapify(of_class.ready)
 
     def _sweep(self, of_class: _Class) -> None:
-        for heap in of_class.heaps.values():
+        """Drops stale entries, and tenants of whom nobody waits."""
+        for tenant, heap in list(of_class.heaps.items()):
             heap[:] = [item for item in heap if self._entry_of.get(item[2]) == item[1]]
             heapq.heapify(heap)
-        for ages in of_class.ages.values():
+            if not heap:
+                del of_class.heaps[tenant], of_class.ready_entry[tenant]
+        for tenant, ages in list(of_class.ages.items()):
             ages[:] = [item for item in ages if self._entry_of.get(item[2]) == item[1]]
             heapq.heapify(ages)
+            if not ages:
+                del of_class.ages[tenant], of_class.oldest_entry[tenant]
         of_class.num_entries = sum(map(len, of_class.heaps.values()))

@@ -205,7 +205,7 @@ class LogicalLoop:
                 plan = self.core.schedule(state.executor_id, self.now)
                 if plan is not None:
                     self._begin(executor, plan)
-                elif state.session.num_unanswered or not (state.is_hashing and self.core.waiting):
+                elif state.session.num_unanswered or not state.is_hashing:
                     break  # else a long prompt waits for its names, and nothing else will happen
 
     def _begin(self, executor: _Executor, plan: BatchPlan) -> None:

@@ -62,8 +62,8 @@ async def listening(router: FakeRouter, folder: Path) -> AsyncIterator[str]:
     router_pb2_grpc.add_RouterServicer_to_server(router, server)
     address = f"unix:{folder}/router.sock"
     server.add_insecure_port(address)
-    await server.start()
     try:
+        await server.start()
         yield address
     finally:
         await server.stop(None)

@@ -18,6 +18,7 @@ from tests.rig.client import Client, client_of
 from tests.rig.cluster import Cluster
 from tests.rig.quiet import check_quiet
 from tests.rig.scripted_executor import RequestScript, Script, expected_output
+from tests.rig.service_process import START_SECONDS
 
 SCRIPT = Script(step_seconds=0.005)
 EXECUTORS = ("executor", "second")
@@ -33,7 +34,7 @@ def start(running: Cluster, script: Script, *flags: str, executors: tuple[str, .
 
 
 async def attached(running: Cluster, count: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(START_SECONDS):
         while (await asyncio.to_thread(running.load)).num_executors != count:  # noqa: ASYNC110 - seen through a door
             await asyncio.sleep(0.02)
 

@@ -168,14 +168,15 @@ def test_a_refused_request_and_one_that_was_given_up(running: Cluster, collector
 
 
 def test_a_lost_executor_shows_in_the_trace(running: Cluster, collector: Collector) -> None:
+    """It is asked for more than an executor can have ready before the client has seen the first of it."""
     trace, _, header = fresh_trace()
-    request, num_tokens = sized(8, 60, salt=3), 0
-    for event in running.router.Generate(request, timeout=60, metadata=(("traceparent", header),)):
+    request, num_tokens = sized(8, 400, salt=3), 0
+    for event in running.router.Generate(request, timeout=100, metadata=(("traceparent", header),)):
         if event.HasField("delta") and not num_tokens:
             running.kill("executor")
             running.restart("executor")
         num_tokens += len(event.delta.token_ids)
-    assert num_tokens == 60
+    assert num_tokens == 400
     spans = whole(collector, trace)
     scheduler = spans["chairlift-scheduler"]
     phases = [name for name in scheduler.phases if name != "queued"]

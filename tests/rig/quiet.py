@@ -29,15 +29,21 @@ def check_quiet(cluster: Cluster, oracle: Oracle | None = None) -> None:
     """
     wait_until_idle(cluster)
     for name in ("executor", "scheduler", "router"):
-        check = health_pb2_grpc.HealthStub(cluster.channel(name)).Check
-        assert (
-            check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING
-        )
+        wait_until_well(cluster, name)
     response = cluster.router.Complete(request(PROBE, max_tokens=PROBE_TOKENS), timeout=30)
     assert len(response.choices[0].token_ids) == PROBE_TOKENS
     if oracle is not None:
         oracle.check(PROBE, response.choices[0].token_ids)
     wait_until_idle(cluster)
+
+
+def wait_until_well(cluster: Cluster, name: str) -> None:
+    """Returns when a service says SERVING: where an executor was just lost, the news has to come by first."""
+    check = health_pb2_grpc.HealthStub(cluster.channel(name)).Check
+    deadline = time.monotonic() + QUIET_SECONDS
+    while check(health_pb2.HealthCheckRequest(), timeout=5).status != health_pb2.HealthCheckResponse.SERVING:
+        assert time.monotonic() < deadline, f"after {QUIET_SECONDS} s the {name} does not serve"
+        time.sleep(POLL_SECONDS)
 
 
 def wait_until_idle(cluster: Cluster, within_seconds: float = QUIET_SECONDS) -> None:

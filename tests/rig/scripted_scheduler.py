@@ -246,8 +246,8 @@ async def serving(
         name = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
         server.add_registered_method_handlers(name, {"Connect": connect})
     server.add_insecure_port(f"unix:{path}")
-    await server.start()
     try:
+        await server.start()
         yield f"unix:{path}"
     finally:
         scheduler.break_streams()

@@ -22,8 +22,8 @@ async def serving(
     server = grpc.aio.server()
     await Health([]).register(server)
     address = bind(server, listen, certificates, demand_certificates=demand)
-    await server.start()
     try:
+        await server.start()
         yield address
     finally:
         await server.stop(0)

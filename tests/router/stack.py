@@ -97,8 +97,8 @@ async def rig(
         router_pb2_grpc.add_RouterServicer_to_server(servicer, server)
         address = f"unix:{folder}/router.sock"
         server.add_insecure_port(address)
-        await server.start()
         stack.push_async_callback(server.stop, 0)
+        await server.start()
         running = asyncio.create_task(pool.run())
 
         async def stop_running() -> None:

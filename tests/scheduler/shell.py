@@ -11,7 +11,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -109,8 +109,8 @@ async def serving_executor(executor: ObedientExecutor, address: str) -> AsyncIte
     server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
     executor_pb2_grpc.add_ExecutorServicer_to_server(executor, server)
     server.add_insecure_port(address)
-    await server.start()
     try:
+        await server.start()
         yield server
     finally:
         await server.stop(0)
@@ -280,8 +280,8 @@ class Shell:
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)
         server.add_insecure_port(self.address)
-        await server.start()
         self._open.push_async_callback(server.stop, 0)
+        await server.start()
         work = self.leadership or self._directory(self.executor_loop)
         self.tasks = [asyncio.create_task(self.loop.run_timers()), asyncio.create_task(work.run())]
         self.channel = connect(
@@ -291,14 +291,23 @@ class Shell:
         self.stub: Any = scheduler_pb2_grpc.SchedulerStub(self.channel)
 
     async def close(self) -> None:
-        for router in self._routers:
-            await router.leave()
-        audit.check(self.core)
-        for task in self.tasks:
-            task.cancel()
-        ends = await asyncio.gather(*self.tasks, return_exceptions=True)
+        try:
+            for router in self._routers:
+                await router.leave()
+            audit.check(self.core)
+        finally:
+            for task in self.tasks:
+                task.cancel()
+            ends = await asyncio.gather(*self.tasks, return_exceptions=True)
+            await self._open.aclose()
         assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
-        await self._open.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def connect(self, router_id: str = "router", *, acks: bool = True, stream: int = 0) -> Router:
         """A stream that has said Hello."""
@@ -336,11 +345,8 @@ async def running_shell(
             reattach_seconds=reattach_seconds,
             step_timeout_seconds=step_timeout_seconds,
         )
-        await shell.start()
-        try:
+        async with shell:
             yield shell
-        finally:
-            await shell.close()
     await until(lambda: not _ours(asyncio.all_tasks() - before))
     ours = [text for text in map(str, complaints) if "_Tap.read" not in text]  # the toy forgets its reads
     assert not ours, "\n".join(ours)

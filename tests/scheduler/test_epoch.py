@@ -1,11 +1,22 @@
 """Driving one executor: lost streams, lost epochs, results that do not fit."""
 
-from typing import Any
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import grpc
 import pytest
 
 from protos.v1 import executor_pb2
+from scheduler.core import SchedulerCore
+from scheduler.epoch import Epoch, Loss
+from scheduler.executor_client import ExecuteStream, HeldError, Opened
+from scheduler.loop import SchedulerLoop
+from scheduler.plan import StepResult
+from scheduler.policy import Limits
+from scheduler.sequence import Request
+from tests.rig.checking_executor import capacity
 from tests.scheduler.shell import (
     ObedientExecutor,
     Shell,
@@ -136,6 +147,57 @@ async def test_one_that_goes_while_it_drains_has_not_crashed(shell: Shell, is_dr
         assert bool(shell.core.inquiry) == (not is_draining)
 
 
+# --- an executor that takes nothing -------------------------------------------------------------------
+
+
+class DeafStream:
+    """To a process that stands still: a plan larger than what lies on the way holds its writer up.
+
+    So it does after the call was cancelled, or has ended: the bytes have still to go.
+    """
+
+    def __init__(self, end: Exception | None) -> None:
+        self._end = end
+        self._is_writing = asyncio.Event()
+
+    async def send(self, _: bytes) -> None:
+        self._is_writing.set()
+        await asyncio.Event().wait()
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        await self._is_writing.wait()
+        if self._end is None:
+            await asyncio.Event().wait()
+        else:
+            raise self._end
+        yield  # type: ignore[misc]  # never
+
+    def cancel(self) -> None:
+        pass
+
+
+async def _loss_of(stream: DeafStream) -> Loss:
+    core = SchedulerCore(Limits())
+    loop = SchedulerLoop(core, on_serving=lambda serving, reason: None)
+    wake = asyncio.Event()
+    loop.executor_attached("e", Opened(1, 1, capacity()), wake)
+    core.submit(Request(b"k" * 16, "a", array("I", [1, 2]), b"", 5), now=loop.now())
+    epoch = Epoch(loop, "e", wake, reattach_seconds=0.1, step_timeout_seconds=0.01)
+    async with asyncio.timeout(20):
+        return await epoch.run(lambda: cast(ExecuteStream, stream))
+
+
+async def test_an_executor_that_takes_nothing_is_found_out_though_its_writer_is_held_up() -> None:
+    loss = await _loss_of(DeafStream(None))
+    assert loss.is_late
+    assert "the executor hangs" in loss.reason
+
+
+async def test_the_end_of_a_stream_is_seen_though_its_writer_is_held_up() -> None:
+    held = HeldError("another scheduler has it", "new", 7)
+    assert (await _loss_of(DeafStream(held))).held is held
+
+
 # --- an executor that lies ----------------------------------------------------------------------------
 
 
@@ -193,8 +255,8 @@ async def test_bytes_that_are_no_result_end_the_epoch_and_nothing_else(shell: Sh
     service = "chairlift.v1.Executor"
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
     server.add_insecure_port(shell.executor_address)
-    await server.start()
     try:
+        await server.start()
         router = await shell.welcomed()
         executor.may_answer.clear()
         await submit_some(shell, router)

@@ -111,12 +111,13 @@ async def test_a_fresh_epoch_is_told_apart_from_what_was_before_it(rig: Rig) -> 
     follower = Follower("")
     rig.feed.join(follower)
     rig.step()
-    old = rig.harness.core.executors[EXECUTOR]
-    other = Rig()
-    other.harness.submit("b", [1], 5)
-    plan = other.harness.plan()
-    assert plan is not None
-    rig.feed.step(old, plan, 2.0, 100)
+    rig.feed.executor_gone(EXECUTOR)
+    late = Follower("")
+    rig.feed.join(late)
+    assert late.queue.empty(), "who is gone sits nowhere"
+    rig.harness = Harness()
+    rig.harness.submit("b", [1], 5)
+    rig.step()
     assert riders(follower.queue.get_nowait()) == ["a"]
     fresh = await follower.queue.get()
     assert (fresh.whole, riders(fresh)) == (True, ["b"])

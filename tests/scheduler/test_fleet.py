@@ -233,6 +233,22 @@ def test_b92_when_no_executor_comes_back_everything_ends_when_the_time_is_over()
     assert fleet.core.next_timer is not None  # only to forget the result
 
 
+def test_who_is_told_to_try_again_may_do_so_at_once() -> None:
+    """Though nobody has acknowledged the end of the first try, and its record is there."""
+    fleet = Fleet(Limits(watermark=0.0, recovery_timeout_seconds=1.0))
+    fleet.attach("a")
+    first = fleet.submit("r", prompt(8), 9)
+    fleet.turn()
+    fleet.lose("a")
+    fleet.now += 1.0
+    assert fleet.core.expire(fleet.now) == [first]
+    fleet.attach("a")
+    assert fleet.submit("r", prompt(8), 9) is not first
+    fleet.sequences.remove(first)
+    fleet.run()
+    fleet.check_outputs()
+
+
 def test_b92_an_executor_in_time_stops_the_clock() -> None:
     fleet = Fleet(Limits(watermark=0.0, recovery_timeout_seconds=1.0))
     fleet.attach("a")

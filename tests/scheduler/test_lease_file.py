@@ -1,5 +1,6 @@
 """The lease file, between processes of one machine."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -54,13 +55,28 @@ def test_a_usurped_leader_finds_that_the_file_is_not_its_own(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["lease"]
 
 
-def test_of_two_who_usurp_at_once_the_later_one_has_it(tmp_path: Path) -> None:
+def test_of_two_who_usurp_at_once_one_alone_has_the_term(tmp_path: Path) -> None:
     frozen, one, other = (LeaseFile(tmp_path / "lease") for _ in range(3))
     frozen.look()
+    frozen.claim(FIRST)
     assert one.claim(Record(2, "b", 1))
-    assert other.claim(Record(2, "c", 1))
+    assert not other.claim(Record(2, "c", 1))
+    assert one.is_mine()
+    assert one.read() == Record(2, "b", 1)
+    assert other.claim(Record(3, "c", 1)), "should that one freeze as well"
     assert not one.is_mine()
-    assert other.is_mine()
+    assert [path.name for path in tmp_path.iterdir()] == ["lease"]
+
+
+def test_who_is_about_to_usurp_is_not_disturbed_and_who_died_of_it_is_no_obstacle(tmp_path: Path) -> None:
+    frozen, other = LeaseFile(tmp_path / "lease"), LeaseFile(tmp_path / "lease")
+    frozen.look()
+    frozen.claim(FIRST)
+    with (tmp_path / "lease.next").open("wb") as of_another:
+        fcntl.flock(of_another, fcntl.LOCK_EX)
+        assert not other.claim(Record(2, "c", 1))
+        assert frozen.is_mine()
+    assert other.claim(Record(2, "c", 1))
 
 
 def test_a_file_that_was_taken_away_is_nobodys(tmp_path: Path) -> None:

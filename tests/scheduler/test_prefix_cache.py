@@ -156,6 +156,19 @@ def test_who_does_not_follow_is_not_held_up_by_those_who_do() -> None:
     h.check_outputs()
 
 
+def test_nobody_waits_for_the_work_of_one_who_is_less_important() -> None:
+    """Its chunks come after those of everybody more important: a follower would wait for those too."""
+    h = harness(1, max_num_batched_tokens=32)
+    h.submit("low", prompt(200), 5, priority=5, ignore_eos=True)
+    h.step()
+    seq = h.submit("high", prompt(200), 5, ignore_eos=True)
+    h.plan()
+    assert seq.state is State.RUNNING
+    assert h.members() == {"high"}
+    h.run_to_end()
+    h.check_outputs()
+
+
 @pytest.mark.parametrize("how", ["cancel", "detach", "fail"])
 def test_followers_go_on_alone_when_their_leader_is_gone(how: str) -> None:
     h = harness(1, max_num_batched_tokens=32)
@@ -226,6 +239,19 @@ def test_a_very_long_prompt_is_hashed_over_several_steps() -> None:
     h.check_outputs()
     assert seq.num_cached_tokens == 29_984
     assert other.state is State.FINISHED
+
+
+def test_a_long_prompt_that_is_given_up_while_it_is_hashed_leaves_nothing_to_plan() -> None:
+    """Else its executor is asked for a plan again and again, with nothing to put in it."""
+    h = harness(1, num_blocks=4000, max_seq_len=60_000, max_num_batched_tokens=4096)
+    ids = [(i * i) % 90 for i in range(30_000)]
+    serve(h, "first", ids, max_tokens=2)
+    seq = h.submit("second", ids, 2, ignore_eos=True)
+    h.plan()
+    assert h.core.executors[EXECUTOR].is_hashing
+    h.core.cancel(seq.request.key, FinishReason.ABORT, h.now)
+    h.plan()
+    assert not h.core.executors[EXECUTOR].is_hashing
 
 
 def test_hits_are_counted_once_and_honestly() -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from scheduler import router_session
 from scheduler.router_session import (
     MAX_UNACKED_MESSAGES,
     RouterSession,
@@ -40,8 +41,10 @@ class Reader:
 
     def take(self, now: float) -> None:
         output = self.session.take(now)
-        if output is None:
-            return
+        if output is not None:
+            self.check(output)
+
+    def check(self, output: StepOutput) -> None:
         assert output.message_id == self.newest_message + 1
         self.newest_message += 1
         self._tokens(output)
@@ -246,6 +249,39 @@ def test_tokens_and_end_travel_in_one_message_however_much_came_between() -> Non
     assert (list(output.token_ids), output.started) == ([0, 1, 2, 3, 4], [(1, 0)])
     assert [item.handle for item in output.finished] == [1]
     assert session.take(now=1.0) is None
+
+
+def test_what_a_router_that_comes_back_is_owed_travels_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message grows beyond what a connection takes: it would be refused, and again on the next stream."""
+    monkeypatch.setattr(router_session, "MAX_TOKENS", 10)
+    monkeypatch.setattr(router_session, "MAX_LOGPROBS", 6)
+    reader = Reader("r")
+    seqs = [running("plain", won=25), running("told", won=8, want_logprobs=True, want_prompt_logprobs=True)]
+    seqs[1].logprobs = list(range(8))
+    seqs[1].prompt_logprobs = list("abcdefgh")
+    prompt_logprobs: list[object] = []
+    for handle, seq in enumerate(seqs, start=1):
+        seq.finish = Finish(FinishReason.LENGTH)
+        reader.session.attach(handle, seq, 0)
+        reader.seq_of[handle], reader.ids[handle], reader.logprobs[handle] = seq, [], []
+    num_messages = 0
+    while (output := reader.session.take(0.0)) is not None:
+        num_messages += 1
+        assert len(output.token_ids) <= 10
+        told = sum(len(entries) for *_, entries in (*output.logprobs, *output.prompt_logprobs))
+        assert told <= 6
+        for _, first_position, entries in output.prompt_logprobs:
+            assert first_position == len(prompt_logprobs) + 1
+            assert not reader.ids[2], "of the prompt after the first token"
+            prompt_logprobs += entries
+        reader.check(output)
+        reader.session.acked(output.message_id)
+    assert num_messages == 4
+    assert prompt_logprobs == list("abcdefgh")
+    assert reader.ids == {1: list(range(25)), 2: list(range(8))}
+    assert reader.logprobs[2] == list(range(8))
+    assert set(reader.finished) == {1, 2}
+    assert not reader.session.attachments
 
 
 def test_a_sequence_read_elsewhere_is_silent_here_but_for_its_end() -> None:

@@ -5,10 +5,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from scheduler import waiting as waiting_queue
 from scheduler.sequence import Event, Sequence
 from scheduler.tenants import Tenant, TenantLimits
 from scheduler.waiting import Policy, WaitingQueue
 from tests.scheduler.sequences import waiting
+
+
+@pytest.fixture(autouse=True)
+def swept_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few entries show what many would."""
+    monkeypatch.setattr(waiting_queue, "_SLACK", 2)
+
 
 TENANTS = [Tenant(name, TenantLimits()) for name in "abc"]
 
@@ -201,6 +209,40 @@ def test_stale_entries_never_outnumber_the_living_by_much(policy: Policy, keep: 
             assert sum(len(heap) for heap in of_class.heaps.values()) <= 64 + 2 * (len(queue) + 1)
     assert queue.peek(0.0) is (kept[0] if keep else None)
     assert len(queue) == keep
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_tenants_that_have_gone_are_forgotten_while_others_wait(policy: Policy) -> None:
+    queue = WaitingQueue(policy, 10.0)
+    stays = waiting("stays", 0)
+    queue.push(stays)
+    for order in range(1, 2000):
+        seq = waiting(f"r{order}", order, tenant=Tenant(str(order), TenantLimits()))
+        queue.push(seq)
+        queue.remove(seq)
+    assert queue.peek(0.0) is stays
+    of_class = next(iter(queue._classes.values()))
+    assert max(len(of_class.ages), len(of_class.oldest_entry), len(of_class.oldest)) < 300
+    assert max(len(of_class.heaps), len(of_class.ready), len(of_class.ready_entry)) < 300
+
+
+def test_a_tenant_at_its_limit_may_be_recalled_when_all_it_had_waiting_was_given_up() -> None:
+    queue = WaitingQueue()
+    tenant, other = TENANTS[:2]
+    given_up = [waiting(f"r{i}", i, tenant=tenant) for i in range(100)]
+    for seq in given_up:
+        queue.push(seq)
+    queue.set_aside(tenant)
+    for seq in given_up:
+        queue.remove(seq)
+    stays = waiting("stays", 1000, tenant=other)
+    queue.push(stays)
+    queue.recall(tenant)
+    assert queue.peek(0.0) is stays
+    again = waiting("again", 100, tenant=tenant)
+    queue.push(again)
+    queue.remove(stays)
+    assert queue.peek(0.0) is again
 
 
 def test_what_waits_already_is_not_pushed_again() -> None:
