@@ -56,6 +56,9 @@ def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "Mode
         )
     except ModelError as error:
         raise StartError(str(error)) from error
+    except (OSError, MemoryError) as error:
+        reason = str(error) or "no memory is left"
+        raise StartError(f"the model {config.model} cannot be loaded: {reason}") from error
 
 
 def group_of(config: ExecutorSettings, place: Place) -> "Group":

@@ -102,12 +102,20 @@ def built(instruction_set: InstructionSet) -> Path:
 
 
 def cache_directory() -> Path:
-    """Where built kernels lie; the first of these variables that is set says it."""
+    """Where built kernels lie; the first of these variables that is set says it.
+
+    Raises KernelsUnavailableError.
+    """
     if own := os.environ.get("CHAIRLIFT_CACHE_DIR"):
         return Path(own)
     if common := os.environ.get("XDG_CACHE_HOME"):
         return Path(common) / "chairlift"
-    return Path.home() / ".cache" / "chairlift"
+    try:
+        return Path.home() / ".cache" / "chairlift"
+    except RuntimeError as error:  # a user of no name, as containers have them
+        raise KernelsUnavailableError(
+            f"there is no place for them ({error}): set CHAIRLIFT_CACHE_DIR"
+        ) from error
 
 
 def _build(instruction_set: InstructionSet, path: Path) -> None:

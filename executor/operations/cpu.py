@@ -344,7 +344,7 @@ class CpuOperations:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=spec.block_size,
-            window=_EVERYTHING if window is None else window,
+            window=_EVERYTHING if window is None else min(window, _EVERYTHING),
             scale=spec.scale,
             soft_cap=spec.soft_cap or 0.0,
         )

@@ -107,6 +107,17 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
     assert build.cache_directory() == Path("/three/.cache/chairlift")
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("CHAIRLIFT_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", no_home)
+    with pytest.raises(KernelsUnavailableError, match="set CHAIRLIFT_CACHE_DIR"):
+        build.built(PLAIN)
+
+
 def test_only_sets_that_the_processor_has_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     haswell = next(each for each in build.INSTRUCTION_SETS if each.name == "avx2").features
     monkeypatch.setattr(build, "processor_features", lambda: haswell)

@@ -5,6 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from executor.__main__ import load_runner
+from executor.config import ExecutorSettings
+from executor.model import checkpoint
+from rpc.errors import StartError
+
 LOADS_FOR_EVER = """
 import os, sys
 import executor.__main__ as main
@@ -32,3 +39,18 @@ def test_a_signal_while_the_model_is_loading_ends_the_process_well(tmp_path: Pat
         _, said = process.communicate(timeout=100)
     assert "terminate called" not in said
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(PermissionError(13, "Permission denied"), "Permission denied"), (MemoryError(), "no memory is left")],
+)
+def test_a_model_that_the_system_does_not_let_us_load_is_one_sentence(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> bool:
+        raise error
+
+    monkeypatch.setattr(checkpoint.Path, "exists", refuse)
+    with pytest.raises(StartError, match=f"the model {tmp_path} cannot be loaded: .*{reason}"):
+        load_runner(ExecutorSettings(model=tmp_path, listen="unix:/x", device="cpu"))
