@@ -3,8 +3,8 @@
 The shared object goes into a cache directory (`$CHAIRLIFT_CACHE_DIR`, or `chairlift` in `$XDG_CACHE_HOME`, or
 `~/.cache/chairlift`) under a name that says what it was made from: a changed source is another file, and two
 processes that build at once put the same file in place. Instruction sets are named, never "whatever this
-machine has": the same name gives the same bits on every machine that has it, and an image without a compiler
-can bring what `python -m executor.kernels` has built elsewhere.
+machine has": the same file gives the same bits on every machine that has the set, and an image without a
+compiler can bring what `python -m executor.kernels` has built elsewhere.
 """
 
 import hashlib

@@ -120,7 +120,7 @@ class CpuOperations:
         self._step_in_progress: StepTensors | None = None
         self._tapes = Tapes()
         self._buffers = Buffers(moved=self._tapes.forget)
-        self.name = f"{kernels.name} kernels"
+        self.name = f"{kernels.name} kernels {kernels.digest}"
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:

@@ -65,6 +65,22 @@ def test_every_set_is_built_for_images(small_source: Path) -> None:
     assert run().returncode == 1
 
 
+def test_kernels_are_known_by_what_the_compiler_made_of_them(
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(number: int) -> str:
+        functions = "bool start(int) { return true; } void pack_weight() {} void compute() {}"
+        last = f"int choose_tokens() {{ return {number}; }}"
+        small_source.write_text(
+            '#pragma GCC visibility push(default)\nextern "C" {' + functions + last + "}\n"
+        )
+        return library.Kernels(PLAIN, 1).digest
+
+    first = digest(7)
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert digest(7) == first != digest(8)
+
+
 def test_other_flags_are_another_file(small_source: Path) -> None:
     assert build.built(PLAIN) != build.built(InstructionSet("plain", ("-O1",), frozenset()))
 
