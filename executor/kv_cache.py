@@ -15,14 +15,13 @@ Allocated as zeros: kernels multiply what lies past a sequence's end with a prob
 not be a NaN.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from executor import memory
+from executor import control_groups, memory
 from executor.model.config import ModelConfig
 from executor.model.errors import ModelError
 
@@ -122,34 +121,8 @@ def useful_num_blocks(config: ModelConfig, *, block_size: int, max_num_seqs: int
     return max_num_seqs * -(-config.max_seq_len // block_size)
 
 
-def available_memory_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+def available_memory_bytes() -> int:
     """Memory a process may take without swapping: the machine's, or what its control groups leave of it."""
-    available = int(_columns(proc / "meminfo")["MemAvailable:"]) * 1024
-    own = next(
-        (line for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")), "0::/"
-    )
-    group = groups / own.removeprefix("0::").lstrip("/")
-    return min([available, *_left_by((group, *group.parents))])
-
-
-def _left_by(groups: Iterable[Path]) -> Iterator[int]:
-    """What each of the control groups that has a limit leaves. Folders that are none have nothing to say.
-
-    Pages of files count as a group's as well, those of a model just read for one; the ones that nobody uses
-    are taken back when memory is wanted.
-    """
-    for group in groups:
-        try:
-            limit = (group / "memory.max").read_text(encoding="ascii").strip()
-            used = int((group / "memory.current").read_text(encoding="ascii"))
-            unused_pages = int(_columns(group / "memory.stat")["inactive_file"])
-        except OSError:
-            continue
-        if limit != "max":
-            yield max(0, int(limit) - max(0, used - unused_pages))
-
-
-def _columns(path: Path) -> dict[str, str]:
-    """The first two words of each line, one under the other."""
-    lines = path.read_text(encoding="ascii").splitlines()
-    return {name: value for name, value, *_ in map(str.split, lines)}
+    words = Path("/proc/meminfo").read_text(encoding="ascii").split()
+    available = int(words[words.index("MemAvailable:") + 1]) * 1024
+    return min([available, *control_groups.bytes_left(control_groups.own_groups())])

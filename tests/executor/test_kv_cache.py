@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -107,29 +105,3 @@ def test_a_cache_beyond_the_machine_is_refused_with_its_size() -> None:
 
 def test_available_memory_is_a_sensible_number() -> None:
     assert 1 << 20 < kv_cache.available_memory_bytes() < 1 << 50
-
-
-def write_group(group: Path, limit: str, used: int, unused_pages: int) -> None:
-    group.mkdir(parents=True, exist_ok=True)
-    (group / "memory.max").write_text(f"{limit}\n")
-    (group / "memory.current").write_text(f"{used}\n")
-    (group / "memory.stat").write_text(f"anon {used - unused_pages}\ninactive_file {unused_pages}\n")
-
-
-def test_a_control_group_leaves_its_limit_less_what_is_in_use_and_not_its_pages_of_files(
-    tmp_path: Path,
-) -> None:
-    proc, groups = tmp_path / "proc", tmp_path / "groups"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\nHugePages_Total: 0\n")
-    (proc / "self/cgroup").write_text("4:memory:/old\n0::/service/executor\n")
-
-    def available() -> int:
-        return kv_cache.available_memory_bytes(proc, groups)
-
-    assert available() == 8000 * 1024, "no control groups"
-    write_group(groups / "service/executor", "max", used=5000, unused_pages=0)
-    write_group(groups / "service", "6000000", used=5000000, unused_pages=4000000)
-    assert available() == 5000000
-    write_group(groups / "service/executor", "1000", used=5000, unused_pages=0)
-    assert available() == 0

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from executor.__main__ import load_runner
+from executor import __main__
 from executor.config import ExecutorSettings
 from executor.model import checkpoint
 from rpc.errors import StartError
@@ -42,6 +43,22 @@ def test_a_signal_while_the_model_is_loading_ends_the_process_well(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("flag", "limits", "num_threads"), [(None, [3, 2], 2), (None, [], 4), (None, [64], 4), (6, [2], 6)]
+)
+def test_there_are_no_more_threads_than_the_container_may_keep_busy(
+    flag: int | None, limits: list[int], num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(__main__, "processors", lambda _: limits)
+    config = ExecutorSettings(model=tmp_path / "none", listen="unix:/x", device="cpu", num_threads=flag)
+    with pytest.raises(StartError, match="does not exist"):
+        __main__.load_runner(config)
+    assert chosen[-1] == num_threads
+
+
+@pytest.mark.parametrize(
     ("error", "reason"),
     [(PermissionError(13, "Permission denied"), "Permission denied"), (MemoryError(), "no memory is left")],
 )
@@ -53,4 +70,4 @@ def test_a_model_that_the_system_does_not_let_us_load_is_one_sentence(
 
     monkeypatch.setattr(checkpoint.Path, "exists", refuse)
     with pytest.raises(StartError, match=f"the model {tmp_path} cannot be loaded: .*{reason}"):
-        load_runner(ExecutorSettings(model=tmp_path, listen="unix:/x", device="cpu"))
+        __main__.load_runner(ExecutorSettings(model=tmp_path, listen="unix:/x", device="cpu"))
