@@ -394,21 +394,18 @@ def checked_device(device: str) -> torch.device:
     if device not in {"cpu", "cuda"}:
         raise ModelError(f"device {device!r} is not supported; supported: auto, cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"--device is cuda, and {_why_no_gpu()} Leave --device out, or say --device cpu.")
+        raise ModelError(f"--device is cuda, and {_why_no_gpu()}. Without a GPU, say --device cpu.")
     return torch.device(device)
 
 
 def _why_no_gpu() -> str:
     """Why torch finds no GPU, and what would help."""
     if torch.version.cuda is None:
-        return (
-            f"this torch, {torch.__version__}, was built without CUDA: it finds no GPU. "
-            "Install a torch that was built with it."
-        )
+        return f"this torch, {torch.__version__}, was built without CUDA: install one that was built with it"
     return (
         f"torch {torch.__version__} finds no GPU: see whether nvidia-smi lists one, whether its driver is "
         f"new enough for CUDA {torch.version.cuda}, whether CUDA_VISIBLE_DEVICES hides it, and whether the "
-        "container was given it."
+        "container was given it"
     )
 
 

@@ -114,7 +114,7 @@ def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ModelError, match=r"--device is cuda, and this torch, .*, was built without CUDA"):
         checked_device("cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ModelError, match=r"finds no GPU: .* driver .* CUDA 13.0, .* or say --device cpu"):
+    with pytest.raises(ModelError, match=r"finds no GPU: .* driver .* CUDA 13.0, .* say --device cpu"):
         checked_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert checked_device("auto") == torch.device("cuda")
