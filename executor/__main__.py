@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from executor.config import ExecutorSettings
+from executor.control_groups import own_groups, processors
 from executor.device import Runner
 from executor.parallel.follower import follow
 from executor.parallel.followers import Followers
@@ -39,8 +40,9 @@ def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "Mode
     from executor.runner import ModelRunner
 
     num_sharers = 1 if ranks is None else ranks.num_sharers
-    if config.num_threads is not None or num_sharers > 1:
-        torch.set_num_threads(max(1, (config.num_threads or torch.get_num_threads()) // num_sharers))
+    num_threads = config.num_threads or min([torch.get_num_threads(), *processors(own_groups())])
+    if num_sharers > 1 or num_threads != torch.get_num_threads():
+        torch.set_num_threads(max(1, num_threads // num_sharers))
     try:
         return ModelRunner.load(
             config.model,
@@ -56,6 +58,9 @@ def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "Mode
         )
     except ModelError as error:
         raise StartError(str(error)) from error
+    except (OSError, MemoryError) as error:
+        reason = str(error) or "no memory is left"
+        raise StartError(f"the model {config.model} cannot be loaded: {reason}") from error
 
 
 def group_of(config: ExecutorSettings, place: Place) -> "Group":

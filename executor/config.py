@@ -54,7 +54,7 @@ class ExecutorSettings(ServiceSettings):
         ge=1,
         le=1024,
         description="Threads of a CPU computation, which the ranks on this machine divide among them. "
-        "Default: torch's choice.",
+        "Default: torch's choice, or what the container's limit allows if that is less.",
     )
     tensor_parallel: int | None = Field(
         default=None,

@@ -146,6 +146,10 @@ class Matcher:
         self.fault: str | None = None
         """Why the sequence cannot go on, as a sentence for its client; None while it can."""
 
+    def __del__(self) -> None:
+        """Its sequence is gone: what was not begun for it holds up nobody who comes after."""
+        self._building.cancel()
+
     def allowed(self) -> NDArray[np.bool_]:
         """Which ids may come next, `[vocab_size]`. Raises ConstraintError, with the fault."""
         if self.fault is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from executor import memory
+from executor import control_groups, memory
 from executor.model.config import ModelConfig
 from executor.model.errors import ModelError
 
@@ -122,15 +122,7 @@ def useful_num_blocks(config: ModelConfig, *, block_size: int, max_num_seqs: int
 
 
 def available_memory_bytes() -> int:
-    """Memory a process may take without swapping: the machine's, or its control group's if that is less."""
-    meminfo = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    )
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
+    """Memory a process may take without swapping: the machine's, or what its control groups leave of it."""
+    words = Path("/proc/meminfo").read_text(encoding="ascii").split()
+    available = int(words[words.index("MemAvailable:") + 1]) * 1024
+    return min([available, *control_groups.bytes_left(control_groups.own_groups())])

@@ -394,8 +394,19 @@ def checked_device(device: str) -> torch.device:
     if device not in {"cpu", "cuda"}:
         raise ModelError(f"device {device!r} is not supported; supported: auto, cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device; use cpu.")
+        raise ModelError(f"--device is cuda, and {_why_no_gpu()}. Without a GPU, say --device cpu.")
     return torch.device(device)
+
+
+def _why_no_gpu() -> str:
+    """Why torch finds no GPU, and what would help."""
+    if torch.version.cuda is None:
+        return f"this torch, {torch.__version__}, was built without CUDA: install one that was built with it"
+    return (
+        f"torch {torch.__version__} finds no GPU: see whether nvidia-smi lists one, whether its driver is "
+        f"new enough for CUDA {torch.version.cuda}, whether CUDA_VISIBLE_DEVICES hides it, and whether the "
+        "container was given it"
+    )
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
@@ -474,14 +485,15 @@ def pipeline_of(
 def constraints_of(checkpoint: Checkpoint) -> Constraints | None:
     """What holds outputs to a form; None when it cannot be known what the tokens stand for, or none ends."""
     vocabulary = checkpoint.token_bytes
-    if vocabulary is None or not checkpoint.eos_token_ids:
+    num_tokens = 0 if vocabulary is None else min(len(vocabulary.tokens), checkpoint.config.vocab_size)
+    eos_token_ids = [each for each in checkpoint.eos_token_ids if each < num_tokens]
+    if vocabulary is None or not eos_token_ids:
         log.info("no_constraints", token_bytes_known=vocabulary is not None)
         return None
-    num_tokens = min(len(vocabulary.tokens), checkpoint.config.vocab_size)
     return Constraints(
         vocabulary.tokens[:num_tokens],
         special_ids=sorted(each for each in vocabulary.special_ids if each < num_tokens),
-        eos_token_ids=[each for each in checkpoint.eos_token_ids if each < num_tokens],
+        eos_token_ids=eos_token_ids,
         vocab_size=checkpoint.config.vocab_size,
     )
 

@@ -12,7 +12,6 @@ go on.
 Must not know: protos, torch, streams, clocks, other schedulers. It never chooses or frees a block.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -36,6 +35,8 @@ IN_FLIGHT: Final = -1
 """Stands for a token that is sampled and not known here yet: the device has it."""
 MAX_LOGPROBS: Final = 20
 """Most alternatives a request may ask for."""
+MAX_TEMPERATURE: Final = 100
+"""Far above it, a logit of minus infinity would be divided to a NaN, and a banned token could be drawn."""
 MAX_REPETITION_PENALTY: Final = 100
 MAX_PENALTY: Final = 2
 """Of the presence and frequency penalties, either way."""
@@ -438,8 +439,8 @@ class SequenceTable:
             i = index_of[row.seq_id]
             if (error := sampled.errors[i]) is not None:
                 scored.pop(row.seq_id, None)
-                is_request_fault = row.matcher is not None and row.matcher.fault is not None
-                code = INVALID_ARGUMENT if is_request_fault else INTERNAL
+                # All else is what the request asks for: a constraint, or lists that leave no token to choose.
+                code = INTERNAL if error == NOT_FINITE else INVALID_ARGUMENT
                 errors.append(SequenceError(row.seq_id, error, code))
                 self._end(row.seq_id, sequence, flight.step_id)
                 continue
@@ -690,8 +691,8 @@ def _params_fault(new: NewSequence, vocab_size: int) -> str | None:
             f"min_tokens is {params.min_tokens}; it must be 0 to max_tokens, {params.max_tokens}",
         ),
         (
-            0 <= params.temperature < math.inf,
-            f"temperature is {params.temperature}; it must be a finite number, 0 or more",
+            0 <= params.temperature <= MAX_TEMPERATURE,
+            f"temperature is {params.temperature}; it must be 0 to {MAX_TEMPERATURE}",
         ),
         (0 < params.top_p <= 1, f"top_p is {params.top_p}; it must be above 0 and at most 1"),
         (0 <= params.min_p <= 1, f"min_p is {params.min_p}; it must be 0 to 1"),

@@ -19,12 +19,13 @@ from executor import wire
 from executor.device import DeviceThread, EpochWork, Later, Runner, StepTimings
 from executor.late_work import LateEpochWork
 from executor.metrics import ExecutorMetrics
+from executor.model import ModelError
 from executor.sequences import BatchPlan, PlanError, SequenceTable, StepResult
 from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Superseded
 from executor.traces import StepTraces
 from protos.v1 import executor_pb2, executor_pb2_grpc
 from rpc import server as rpc_server
-from rpc.errors import RequestError, abort
+from rpc.errors import RequestError, StartError, abort
 from rpc.health import Health
 from rpc.settings import ServiceSettings
 
@@ -154,8 +155,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
                 "open_refused", scheduler_id=request.scheduler_id, term=request.term, held_by=str(held)
             )
             await _end_with(context, held)
-        if past_epoch is not None:
-            self._end_epoch(self._session.refusal(past_epoch))
+        self._end_epoch(
+            NotOpen("this stream is older than the epoch")
+            if past_epoch is None
+            else self._session.refusal(past_epoch)
+        )
         runner = self._runner
         table = SequenceTable(
             num_blocks=runner.num_blocks,
@@ -341,6 +345,16 @@ async def _end_with(context: Context, reason: Exception) -> NoReturn:
 # --- the process ----------------------------------------------------------------------------------
 
 
+async def _warm(device: DeviceThread, load: Callable[[], Runner]) -> Runner:
+    """The runner that `load` makes, when it has made a real token. Raises StartError when it cannot."""
+    runner = await device.call(load)
+    try:
+        await device.call(runner.warm_up)
+    except ModelError as error:
+        raise StartError(str(error)) from error
+    return runner
+
+
 async def serve(
     settings: ServiceSettings,
     load: Callable[[], Runner],
@@ -393,9 +407,7 @@ async def serve(
             await asyncio.gather(*work, return_exceptions=True)
 
     async def serve_runner() -> None:
-        runner = await device.call(load)
-        await device.call(runner.warm_up)
-        servicer.ready(runner)
+        servicer.ready(await _warm(device, load))
         health.serving(True)
         await device_lost
 

@@ -3,8 +3,8 @@
 The shared object goes into a cache directory (`$CHAIRLIFT_CACHE_DIR`, or `chairlift` in `$XDG_CACHE_HOME`, or
 `~/.cache/chairlift`) under a name that says what it was made from: a changed source is another file, and two
 processes that build at once put the same file in place. Instruction sets are named, never "whatever this
-machine has": the same name gives the same bits on every machine that has it, and an image without a compiler
-can bring what `python -m executor.kernels` has built elsewhere.
+machine has": the same file gives the same bits on every machine that has the set, and an image without a
+compiler can bring what `python -m executor.kernels` has built elsewhere.
 """
 
 import hashlib
@@ -102,12 +102,20 @@ def built(instruction_set: InstructionSet) -> Path:
 
 
 def cache_directory() -> Path:
-    """Where built kernels lie; the first of these variables that is set says it."""
+    """Where built kernels lie; the first of these variables that is set says it.
+
+    Raises KernelsUnavailableError.
+    """
     if own := os.environ.get("CHAIRLIFT_CACHE_DIR"):
         return Path(own)
     if common := os.environ.get("XDG_CACHE_HOME"):
         return Path(common) / "chairlift"
-    return Path.home() / ".cache" / "chairlift"
+    try:
+        return Path.home() / ".cache" / "chairlift"
+    except RuntimeError as error:  # a user of no name, as containers have them
+        raise KernelsUnavailableError(
+            f"there is no place for them ({error}): set CHAIRLIFT_CACHE_DIR"
+        ) from error
 
 
 def _build(instruction_set: InstructionSet, path: Path) -> None:

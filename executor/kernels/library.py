@@ -4,6 +4,7 @@ Every pointer is the address of memory that the caller keeps alive during the ca
 """
 
 import ctypes
+import hashlib
 from ctypes import POINTER, Structure, c_bool, c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
@@ -196,6 +197,8 @@ class Kernels:
             return found
 
         self.name = instruction_set.name
+        self.digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        """Of what the compiler made of the sources: another version or compiler may round elsewhere."""
         self.start = function("start", c_int, returns=c_bool)
         """Start threads until there are so many; there are never fewer again."""
         self.pack_weight = function("pack_weight", c_void_p, c_int, c_int, c_bool, c_void_p, c_bool)

@@ -20,6 +20,7 @@ from executor.model.errors import ModelError
 from executor.model.gguf_config import architecture_of, config_from_metadata
 from executor.model.gguf_reader import Reader
 from executor.model.json_files import eos_token_ids
+from executor.model.settings import Settings
 from executor.model.token_bytes import of_gguf
 
 _TOP_LEVEL_NAMES = {
@@ -46,7 +47,11 @@ _GEMMA_LAYER_NAMES = _LAYER_NAMES | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LONG_ROW_BYTES = 1 << 16
-_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_TURN_END_KEY = "tokenizer.ggml.eot_token_id"
+_EOS_KEYS = ("tokenizer.ggml.eos_token_id", _TURN_END_KEY, "tokenizer.ggml.eom_token_id")
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")
+"""Tokens that end a turn where the metadata name none, as llama.cpp has it (`src/llama-vocab.cpp`):
+converters left it out for years, and without it a chat would not end."""
 
 
 def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
@@ -60,6 +65,12 @@ def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
     # The reader indexes into the mapped file as it goes: a short or foreign file shows as any of these.
     except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         raise ModelError(f"{path} cannot be read as GGUF ({error}): it is incomplete or damaged.") from error
+    said = Settings(metadata, str(path))
+    if (num_files := said.integer("split.count", default=1)) > 1:
+        raise ModelError(
+            f"{path} is one of the {num_files} files of a model: join them with llama.cpp's "
+            "`llama-gguf-split --merge`, and name the file that it writes."
+        )
     stored = {tensor.name: tensor for tensor in reader.tensors}
     architecture = architecture_of(metadata, str(path))
     embeddings = stored.get("token_embd.weight")
@@ -69,14 +80,17 @@ def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
     layer_names = _GEMMA_LAYER_NAMES if architecture.is_gemma else _LAYER_NAMES
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
     reordered = heads if architecture.has_neighbour_rows else {}
-    eos_ids = {int(metadata[key]) for key in _EOS_KEYS if key in metadata}
+    token_texts = tuple(metadata.get("tokenizer.ggml.tokens", ()))
+    eos_ids = {said.integer(key, at_least=0) for key in _EOS_KEYS if key in metadata}
+    if _TURN_END_KEY not in metadata:
+        eos_ids |= {token_texts.index(text) for text in _TURN_ENDS if text in token_texts}
     if generation_config is not None:
         eos_ids |= eos_token_ids(generation_config)
     return Checkpoint(
         path=path,
         config=config,
         eos_token_ids=checked_eos_ids(eos_ids, config.vocab_size, path),
-        token_texts=tuple(metadata.get("tokenizer.ggml.tokens", ())),
+        token_texts=token_texts,
         token_bytes=of_gguf(metadata),
         tensors={
             hugging_face_name(name, layer_names): stored_tensor(tensor, reordered, path)

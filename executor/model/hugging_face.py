@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from executor.model.token_bytes import of_tokenizer_json
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
+NUMBER_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def open_folder(folder: Path) -> Checkpoint:
@@ -102,9 +104,10 @@ def shard_tensors(path: Path) -> dict[str, StoredTensor]:
     def reader(name: str, piece: Any) -> Callable[[slice, slice], Tensor]:
         def read_part(rows: slice, columns: slice) -> Tensor:
             tensor: Tensor = piece[rows, columns] if len(piece.get_shape()) > 1 else piece[rows]
-            if not tensor.is_floating_point():
+            if tensor.dtype not in NUMBER_TYPES:
                 raise ModelError(
-                    f"{path}: tensor {name} holds {tensor.dtype}; expected floating point numbers."
+                    f"{path}: tensor {name} holds {tensor.dtype}; expected floating point numbers of 16 bits "
+                    "or more, for quantised safetensors are not supported."
                 )
             return tensor
 

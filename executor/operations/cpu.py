@@ -129,7 +129,7 @@ class CpuOperations:
         self._step_in_progress: StepTensors | None = None
         self._tapes = Tapes()
         self._buffers = Buffers(moved=self._tapes.forget)
-        self.name = f"{kernels.name} kernels"
+        self.name = f"{kernels.name} kernels {kernels.digest}"
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
@@ -353,7 +353,7 @@ class CpuOperations:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=spec.block_size,
-            window=_EVERYTHING if window is None else window,
+            window=_EVERYTHING if window is None else min(window, _EVERYTHING),
             scale=spec.scale,
             soft_cap=spec.soft_cap or 0.0,
         )

@@ -43,11 +43,14 @@ def write_gguf(
     architecture: str = "llama",
     rope_divisors: list[float] | None = None,
     stored_as: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    token_texts: list[str] | None = None,
+    num_files: int = 1,
     **more: Any,
 ) -> Path:
     """The folder as a file, its matrices `stored_as` that type.
 
-    `more` are further settings of the architecture, `__` standing for a dot.
+    `token_texts` are another vocabulary, whose end of a turn is not named; the file says it is one of
+    `num_files`. `more` are further settings of the architecture, `__` standing for a dot.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
@@ -66,9 +69,12 @@ def write_gguf(
         add[type(value)](f"{architecture}.{name.replace('__', '.')}", value)
     if (folder / "tokenizer.json").exists():
         writer.add_tokenizer_model("gpt2")
-        writer.add_token_list([*tiny_model.byte_alphabet(), *tiny_model.SPECIAL_TOKENS])
+        writer.add_token_list(token_texts or [*tiny_model.byte_alphabet(), *tiny_model.SPECIAL_TOKENS])
         writer.add_eos_token_id(tiny_model.EOS_ID)
-        writer.add_eot_token_id(tiny_model.IM_END_ID)
+        if token_texts is None:
+            writer.add_eot_token_id(tiny_model.IM_END_ID)
+    if num_files > 1:
+        writer.add_uint16("split.count", num_files)
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config["num_hidden_layers"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         rows = stored_rows(architecture, name, tensor.numpy(), config)

@@ -65,6 +65,22 @@ def test_every_set_is_built_for_images(small_source: Path) -> None:
     assert run().returncode == 1
 
 
+def test_kernels_are_known_by_what_the_compiler_made_of_them(
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(number: int) -> str:
+        functions = "bool start(int) { return true; } void pack_weight() {} void compute() {}"
+        last = f"int choose_tokens() {{ return {number}; }}"
+        small_source.write_text(
+            '#pragma GCC visibility push(default)\nextern "C" {' + functions + last + "}\n"
+        )
+        return library.Kernels(PLAIN, 1).digest
+
+    first = digest(7)
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert digest(7) == first != digest(8)
+
+
 def test_other_flags_are_another_file(small_source: Path) -> None:
     assert build.built(PLAIN) != build.built(InstructionSet("plain", ("-O1",), frozenset()))
 
@@ -105,6 +121,17 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/three")
     assert build.cache_directory() == Path("/three/.cache/chairlift")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("CHAIRLIFT_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", no_home)
+    with pytest.raises(KernelsUnavailableError, match="set CHAIRLIFT_CACHE_DIR"):
+        build.built(PLAIN)
 
 
 def test_only_sets_that_the_processor_has_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

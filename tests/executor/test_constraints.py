@@ -1,6 +1,8 @@
 import json
 import re
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +51,26 @@ def said(constraints: Constraints, constraint: Constraint, choose: Sequence[int]
         output += TOKENS[token_id]
         matcher.take(token_id)
     return output + b"..."
+
+
+def test_what_nobody_waits_for_any_more_is_not_built() -> None:
+    own = Constraints(TOKENS, special_ids=SPECIAL, eos_token_ids=[EOS_ID], vocab_size=VOCAB_SIZE)
+    begun, go_on, built = threading.Event(), threading.Event(), []
+
+    def build(constraint: Constraint, _: list[int]) -> Any:
+        begun.set()
+        go_on.wait(20)
+        built.append(constraint)
+
+    own._build = build  # type: ignore[method-assign, assignment]
+    first, given_up = own.matcher(Regex("a"), []), own.matcher(Regex("b"), [])
+    last = own.matcher(Regex("c"), [])
+    assert begun.wait(20)
+    del given_up
+    go_on.set()
+    last._building.result(20)
+    assert built == [Regex("a"), Regex("c")]
+    assert first.fault is None
 
 
 def test_only_what_matches_may_be_said_and_then_the_end(constraints: Constraints) -> None:

@@ -225,6 +225,23 @@ def test_a_folder_with_two_gguf_files_asks_which(folder: Path, tmp_path: Path) -
     assert "2 GGUF files (a.gguf, b.gguf)" in refusal(place)
 
 
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [("<|im_end|>", {258}), ("<|eot_id|>", {258}), ("<end_of_turn>", {258}), ("<turn>", set())],
+)
+def test_the_end_of_a_turn_is_known_by_its_text_where_the_metadata_name_none(
+    text: str, ends: set[int], folder: Path, tmp_path: Path
+) -> None:
+    texts = [*tiny_model.byte_alphabet(), "<s>", "</s>", text]
+    path = write_gguf(folder, tmp_path / "model.gguf", token_texts=texts)
+    assert set(open_checkpoint(path).eos_token_ids) == {tiny_model.EOS_ID} | ends
+
+
+def test_one_of_the_files_of_a_model_is_refused_by_their_number(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(folder, tmp_path / "model-00001-of-00003.gguf", num_files=3)
+    assert "is one of the 3 files of a model: join them" in refusal(path)
+
+
 def test_a_gguf_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "phi3")

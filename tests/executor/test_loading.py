@@ -143,6 +143,12 @@ def test_tensors_of_whole_numbers_are_refused(folder: Path) -> None:
     assert f"tensor {name} holds torch.int8" in refusal(folder)
 
 
+def test_tensors_of_eight_bits_are_refused(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    assert f"tensor {name} holds torch.float8_e4m3fn" in refusal(folder)
+
+
 def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     edit_tensors(folder, lambda tensors: tensors[name].view(-1)[77:78].fill_(float("nan")))
@@ -280,6 +286,13 @@ def test_a_folder_without_tokenizer_and_generation_config_loads(folder: Path) ->
     checkpoint = open_checkpoint(folder)
     assert checkpoint.eos_token_ids == (257,)
     assert tokenizer_fingerprint(checkpoint.token_texts) == ""
+
+
+def test_end_tokens_whose_texts_are_not_known_leave_outputs_unconstrained(folder: Path) -> None:
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    plain = {text: token_id for text, token_id in raw["model"]["vocab"].items() if token_id < 256}
+    edit_json(folder / "tokenizer.json", added_tokens=[], model=raw["model"] | {"vocab": plain})
+    assert "constraints" not in load(folder).features
 
 
 def test_tokenizer_fingerprint_is_over_texts_in_id_order(folder: Path) -> None:

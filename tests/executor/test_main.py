@@ -5,6 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from executor import __main__
+from executor.config import ExecutorSettings
+from executor.model import checkpoint
+from rpc.errors import StartError
+
 LOADS_FOR_EVER = """
 import os, sys
 import executor.__main__ as main
@@ -32,3 +40,34 @@ def test_a_signal_while_the_model_is_loading_ends_the_process_well(tmp_path: Pat
         _, said = process.communicate(timeout=100)
     assert "terminate called" not in said
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "limits", "num_threads"), [(None, [3, 2], 2), (None, [], 4), (None, [64], 4), (6, [2], 6)]
+)
+def test_there_are_no_more_threads_than_the_container_may_keep_busy(
+    flag: int | None, limits: list[int], num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(__main__, "processors", lambda _: limits)
+    config = ExecutorSettings(model=tmp_path / "none", listen="unix:/x", device="cpu", num_threads=flag)
+    with pytest.raises(StartError, match="does not exist"):
+        __main__.load_runner(config)
+    assert chosen[-1] == num_threads
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(PermissionError(13, "Permission denied"), "Permission denied"), (MemoryError(), "no memory is left")],
+)
+def test_a_model_that_the_system_does_not_let_us_load_is_one_sentence(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> bool:
+        raise error
+
+    monkeypatch.setattr(checkpoint.Path, "exists", refuse)
+    with pytest.raises(StartError, match=f"the model {tmp_path} cannot be loaded: .*{reason}"):
+        __main__.load_runner(ExecutorSettings(model=tmp_path, listen="unix:/x", device="cpu"))

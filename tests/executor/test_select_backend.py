@@ -110,7 +110,11 @@ def test_a_name_overrides_and_one_that_cannot_serve_is_refused() -> None:
 def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert checked_device("auto") == torch.device("cpu")
-    with pytest.raises(ModelError, match="torch finds no CUDA device"):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ModelError, match=r"--device is cuda, and this torch, .*, was built without CUDA"):
+        checked_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ModelError, match=r"finds no GPU: .* driver .* CUDA 13.0, .* say --device cpu"):
         checked_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert checked_device("auto") == torch.device("cuda")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from executor.sequences import (
     INTERNAL,
     INVALID_ARGUMENT,
+    NOT_FINITE,
     BatchPlan,
     FinishedSequence,
     NewSequence,
@@ -268,10 +269,15 @@ def test_b97_a_token_id_outside_the_vocabulary_hurts_its_own_sequence_only(bad_i
 def test_a_row_that_cannot_be_sampled_ends_with_its_error_and_its_neighbour_goes_on() -> None:
     t = table()
     p = plan(1, {1: 3, 2: 3}, admitted=(new(1), new(2)))
-    result = run(t, p, 0, 41, errors=["not numbers", None])
+    result = run(t, p, 0, 41, errors=[NOT_FINITE, None])
     assert (result.seq_ids, result.token_ids) == ((2,), (41,))
-    assert [(e.seq_id, e.message, e.status_code) for e in result.errors] == [(1, "not numbers", INTERNAL)]
+    assert [(e.seq_id, e.message, e.status_code) for e in result.errors] == [(1, NOT_FINITE, INTERNAL)]
     assert (t.num_sequences, t.num_ghosts) == (1, 1)
+
+
+def test_a_request_that_excludes_every_token_is_its_clients_fault() -> None:
+    result = run(table(), plan(1, {1: 3}, admitted=(new(1),)), 0, errors=["no token is left"])
+    assert [(e.message, e.status_code) for e in result.errors] == [("no token is left", INVALID_ARGUMENT)]
 
 
 @pytest.mark.parametrize(
@@ -286,6 +292,7 @@ def test_a_row_that_cannot_be_sampled_ends_with_its_error_and_its_neighbour_goes
         ({"temperature": math.nan}, "temperature is nan"),
         ({"temperature": math.inf}, "temperature is inf"),
         ({"temperature": -1.0}, "temperature is -1"),
+        ({"temperature": 1e40}, "temperature is 1e+40; it must be 0 to 100"),
         ({"top_p": math.nan}, "top_p is nan"),
         ({"top_p": 0.0}, "top_p is 0"),
         ({"top_p": 7.0}, "top_p is 7"),

@@ -10,12 +10,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from chairlift.step_driver import Epoch, ExecutorDriver, ended_by, tokens_by_sequence
+from executor.config import ExecutorSettings
 from executor.device import DeviceThread
 from executor.inputs import SampleRow, StepInputs
-from executor.servicer import SERVICE_NAME, ExecutorServicer
+from executor.model import ModelError
+from executor.servicer import SERVICE_NAME, ExecutorServicer, serve
 from protos.v1 import common_pb2, executor_pb2, executor_pb2_grpc
 from rpc.address import Address
 from rpc.channel import connect
+from rpc.errors import StartError
 from tests.rig.scripted_executor import Script, ScriptedRunner, expected_output, running
 
 TIMEOUT_SECONDS = 20.0
@@ -239,6 +242,15 @@ async def test_a_message_that_is_no_plan_is_refused(bench: Bench) -> None:
     assert ended_by(error.value).code is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_the_first_open_ends_streams_that_were_there_before_it(bench: Bench) -> None:
+    stub: Any = executor_pb2_grpc.ExecutorStub(bench.channel)
+    early = stub.Execute(timeout=TIMEOUT_SECONDS)
+    while not bench.servicer._calls:  # noqa: ASYNC110 - nothing tells a client that its stream is there
+        await asyncio.sleep(0.01)
+    await bench.driver.open("a")
+    assert await early.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
 async def test_a_scheduler_without_a_name_is_refused(bench: Bench) -> None:
     refusal = await bench.driver.open_refused("")
     assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
@@ -270,6 +282,24 @@ async def test_draining_is_over_at_once_when_nobody_is_connected(bench: Bench) -
         await stream.done_writing()
         assert (await stream.end()).code is grpc.StatusCode.OK
     await asyncio.wait_for(bench.servicer.drain(), TIMEOUT_SECONDS)
+
+
+async def test_a_model_that_cannot_make_its_first_token_keeps_the_executor_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: ScriptedRunner) -> None:
+        raise ModelError("the first token could not be made: its logits are not numbers.")
+
+    monkeypatch.setattr(ScriptedRunner, "warm_up", fail)
+    settings = ExecutorSettings(model=tmp_path, listen=f"unix:{tmp_path}/executor.sock")
+    with pytest.raises(StartError, match="the first token could not be made"):
+        await serve(
+            settings,
+            lambda: ScriptedRunner(SCRIPT),
+            max_num_seqs=8,
+            token_budget=settings.token_budget,
+            max_window=2,
+        )
 
 
 # --- a process --------------------------------------------------------------------------------------
