@@ -120,8 +120,10 @@ def chat(body: Fields) -> Asked:
     conversation = _conversation(body)
     alternatives = body.whole("top_logprobs")
     wanted = body.flag("logprobs") or False
-    if alternatives is not None and not wanted:
+    if alternatives and not wanted:
         raise invalid("top_logprobs", f"top_logprobs is {alternatives}; it needs logprobs to be true")
+    body.flag("parallel_tool_calls")  # one call at most is made, which either value allows
+    _only("modalities", body.entries("modalities"), ["text"])
     max_tokens, older = body.whole("max_completion_tokens"), body.whole("max_tokens")
     if max_tokens is not None and older is not None:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens are both given; one is enough")
@@ -193,6 +195,8 @@ def _asked(
         raise invalid("stream_options", "stream_options is given; it needs stream to be true")
     include_usage = options.flag("include_usage") or False if options is not None else False
     if options is not None:
+        obfuscation = options.path_of("include_obfuscation")
+        _only(obfuscation, options.flag("include_obfuscation"), served=False)
         options.close()
     timeout_seconds = body.number("timeout")
     if timeout_seconds is not None and not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
@@ -201,7 +205,12 @@ def _asked(
             f"timeout is {timeout_seconds:g}; it must be more than 0 and at most {MAX_TIMEOUT_SECONDS:g} "
             "seconds",
         )
-    body.text("user")  # a name for OpenAI's own records; nothing here depends on it
+    for name in ("user", "safety_identifier", "prompt_cache_key"):
+        body.text(name)  # for OpenAI's own records; nothing here depends on it
+    body.fields("metadata")  # likewise
+    _only("store", body.flag("store"), served=False)
+    if (tier := body.text("service_tier")) not in {None, "auto", "default"}:
+        raise _unserved("service_tier", f"service_tier is {json.dumps(tier)[:64]}; it is auto or default")
     asked = Asked(
         requests=tuple(replace(request, prompt=prompt) for prompt in prompts),
         stream=stream,
@@ -462,6 +471,9 @@ def _message(values: dict[str, Any], position: int) -> ChatMessage:
         tool_call_id=message.text("tool_call_id") or "",
     )
     _only(message.path_of("refusal"), message.text("refusal"), "")
+    # As OpenAI's answers bring them when they are sent back, and as lm-eval marks its messages.
+    _only(message.path_of("annotations"), message.entries("annotations"), [])
+    _only(message.path_of("type"), message.text("type"), "text")
     message.close()
     return message_read
 

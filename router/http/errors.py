@@ -91,6 +91,8 @@ def answer(
     if error.field and message.startswith(error.field):
         message = param + message.removeprefix(error.field)
     headers = {"www-authenticate": "Bearer"} if error.code is _Code.UNAUTHENTICATED else {}
+    if error.code is _Code.DEADLINE_EXCEEDED:  # OpenAI's clients ask again by themselves after a 408
+        headers["x-should-retry"] = "false"
     if error.retry_after_seconds is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
         headers["retry-after-ms"] = str(round(error.retry_after_seconds * 1000))
