@@ -5,6 +5,7 @@ not have: they exist in a message's bytes alone.
 """
 
 from collections import abc
+from typing import Final
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -27,6 +28,8 @@ from router.resume import Resume
 from router.validation import Conversation, Defaults, GenerateRequest, SamplingRequest
 from rpc.errors import invalid
 from rpc.histogram import Histogram
+
+_IDS_AT_ONCE: Final = 16_384
 
 # --- from clients -----------------------------------------------------------------------------------
 
@@ -297,6 +300,14 @@ def _token_logprobs(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
         top_token_ids=entry.top_token_ids,
         top_logprobs=entry.top_logprobs,
     )
+
+
+def tokenized(token_ids: abc.Sequence[int], max_total_tokens: int) -> router_pb2.TokenizeResponse:
+    """The ids of a text. Some at a time: to convert many at once is one long call into C."""
+    response = router_pb2.TokenizeResponse(max_total_tokens=max_total_tokens)
+    for first in range(0, len(token_ids), _IDS_AT_ONCE):
+        response.token_ids.extend(token_ids[first : first + _IDS_AT_ONCE])
+    return response
 
 
 # --- to schedulers ----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from router.validation import (
     Conversation,
     GenerateRequest,
     SamplingRequest,
+    check_num_calls,
 )
 from rpc.errors import RequestError, invalid
 
@@ -396,8 +397,10 @@ def _conversation(body: Fields) -> Conversation:
     choice = body.value("tool_choice")
     continued = body.flag("continue_final_message") or False
     opened = body.flag("add_generation_prompt")
+    messages = [_message(checked(m, dict, "an object", f"messages[{i}]"), i) for i, m in enumerate(values)]
+    check_num_calls(messages)
     return Conversation(
-        messages=[_message(checked(m, dict, "an object", f"messages[{i}]"), i) for i, m in enumerate(values)],
+        messages=messages,
         tools=[] if choice == "none" else tools,
         add_generation_prompt=not continued if opened is None else opened,
         continue_final_message=continued,
@@ -489,6 +492,7 @@ def _call(value: object, path: str) -> ToolCall:
     if not name:
         raise invalid(function.path_of("name"), f"{function.path_of('name')} is missing")
     call_id = call.text("id") or ""
+    call.whole("index")  # as chunks of a stream bring it
     function.close()
     call.close()
     return ToolCall(call_id, name, arguments or "{}")

@@ -258,6 +258,7 @@ PARTS: Final[dict[str, Schema]] = {
     "ToolCall": _body(
         {
             "id": _TEXT,
+            "index": _about(_whole(), "As chunks bring it; taken, and used for nothing"),
             "type": {"const": "function"},
             "function": _body({"name": _NOT_EMPTY, "arguments": _TEXT}, required=["name"]),
         },

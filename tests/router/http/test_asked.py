@@ -239,7 +239,8 @@ def test_what_popular_tools_say_beside_their_question_is_taken_where_nothing_dep
     assert completion(stream=True, **labels, **off).stream
     assert chat(stream=True, **labels, **off, parallel_tool_calls=False, modalities=["text"]).stream
     assert refusal(chat, modalities=["text", "audio"]).field == "modalities"
-    echoed = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "tool_calls": []}
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    echoed = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "tool_calls": [call]}
     marked = {"role": "user", "content": "b", "type": "text"}
     assert [m.content for m in conversation(messages=[echoed, marked]).messages] == ["a", "b"]
     cited = echoed | {"annotations": [{"type": "url_citation"}]}
