@@ -144,6 +144,7 @@ def _http_door(
 ) -> "HttpDoor":
     """The HTTP door. Its libraries are an extra. Raises StartError when they are not there."""
     try:
+        from router.http import hosts
         from router.http.app import HttpApp
         from router.http.live import Live
         from router.http.server import HttpDoor
@@ -168,6 +169,7 @@ def _http_door(
             refusal=lambda: intake.refusal,
             story=story,
         ),
+        local_names_only=not settings.tenants and hosts.is_of_this_machine(settings.http.rpartition(":")[0]),
     )
     return HttpDoor(
         app,

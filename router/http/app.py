@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router import aside, keys
 from router.call import INLINE_NUMBERS, News, num_numbers
-from router.http import description, errors, page
+from router.http import description, errors, hosts, page
 from router.http.answers import Answer
 from router.http.asked import Asked, Detokenizing, Tokenizing
 from router.http.encoding import encoded, event
@@ -73,8 +73,12 @@ class HttpApp:
         doorkeeper: Doorkeeper,
         client_stall_seconds: float = STALL_SECONDS,
         live: Live | None = None,
+        local_names_only: bool = False,
     ) -> None:
-        """With `live` the door shows the live page as well."""
+        """With `live` the door shows the live page as well.
+
+        With `local_names_only` nobody is answered who calls it by a name of the network (`hosts`).
+        """
         self._intake = intake
         self._client_stall_seconds = client_stall_seconds
         self._doorkeeper = doorkeeper
@@ -102,6 +106,7 @@ class HttpApp:
                 Middleware(_CountedStatus, self.num_responses),
                 Middleware(_SecurityHeaders),
                 Middleware(_LimitedHead),
+                *([Middleware(_LocalNames)] if local_names_only else []),
             ],
             exception_handlers={HTTPException: _no_such_path},
         )
@@ -405,6 +410,21 @@ class _LimitedHead:
             f"at most {MAX_HEADERS} and {MAX_HEAD_BYTES} bytes are allowed"
         )
         await Exchange(scope, receive, send).fail(HttpError(431, "headers_too_large", message))
+
+
+class _LocalNames:
+    """Refuses requests that came under a name of the network."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            hosts.check(scope["headers"])
+        except HttpError as error:
+            await Exchange(scope, receive, send).fail(error)
+        else:
+            await self._app(scope, receive, send)
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

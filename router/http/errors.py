@@ -34,7 +34,7 @@ _DEFECT: Final = (500, "server_error", "internal_error")
 STATUSES: Final[dict[int, str]] = {
     400: "A wrong value, or a field that is not supported.",
     401: "Who asks is not known.",
-    403: "Who asks may not.",
+    403: "Who asks may not, or calls the door by another name.",
     404: "Another model, or another path.",
     405: "Another method than the path has.",
     408: "`timeout` is over, or the body took too long.",
