@@ -30,6 +30,7 @@ from rpc.errors import invalid
 from rpc.histogram import Histogram
 
 _IDS_AT_ONCE: Final = 16_384
+_INLINE_ENTRIES: Final = 256
 
 # --- from clients -----------------------------------------------------------------------------------
 
@@ -358,6 +359,12 @@ def _submit(message: session.Submit) -> scheduler_pb2.Submit:
 
 
 # --- from schedulers --------------------------------------------------------------------------------
+
+
+def is_long(message: scheduler_pb2.SchedulerMessage) -> bool:
+    """Whether it takes milliseconds to take apart: all the log-probabilities of a prompt come at once."""
+    rows = message.step_output.prompt_logprobs
+    return sum(len(row.tokens) for row in rows) > _INLINE_ENTRIES
 
 
 def scheduler_message(message: scheduler_pb2.SchedulerMessage) -> session.SchedulerMessage | None:

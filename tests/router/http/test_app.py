@@ -12,11 +12,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from protos.v1 import common_pb2, router_pb2
+from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from router import wire
 from router.http.answers import Answer
 from router.http.app import HttpApp
 from router.http.server import HttpDoor
+from router.request_log import TokenLogprobs
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router.stack import Rig, Start, letters
@@ -292,6 +293,36 @@ async def test_many_logprobs_are_put_into_words_beside_the_loop_at_every_door(
             await rig.scheduler.give(submit, ids, logprobs=rows, finish=STOP)
             assert await call == ids
             assert bool(threads - {threading.get_ident()}) == (count > 100), ask.__name__
+        await rig.router.quiet()
+
+
+@pytest.mark.parametrize("count", [3, 300])
+async def test_many_logprobs_of_a_prompt_are_taken_in_beside_the_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    threads, told = set(), wire._logprobs
+
+    def noting(entry: common_pb2.TokenLogprobs) -> TokenLogprobs:
+        threads.add(threading.get_ident())
+        return told(entry)
+
+    monkeypatch.setattr(wire, "_logprobs", noting)
+    scheduler = ScriptedScheduler()
+    assert scheduler.welcome is not None
+    scheduler.welcome.features.append("prompt_logprobs")
+    async with serve(scheduler) as rig:
+        asked = {"prompt": [97] * count, "prompt_logprobs": 0, "max_tokens": 1}
+        call = asyncio.create_task(rig.post("/v1/completions", **asked))
+        handle = (await rig.scheduler.submitted()).handle
+        output = scheduler_pb2.StepOutput(handles=[handle], num_tokens=[1], token_ids=[tiny_model.EOS_ID])
+        output.started.add(handle=handle)
+        rows = [common_pb2.TokenLogprobs(token_id=97, logprob=-0.5, rank=1)] * (count - 1)
+        output.prompt_logprobs.add(handle=handle, first_position=1, tokens=rows)
+        output.finished.add(handle=handle, reason=STOP)
+        await rig.scheduler.send(output)
+        (choice,) = (await call).json()["choices"]
+        assert len(choice["prompt_logprobs"]) == count
+        assert (threads == {threading.get_ident()}) == (count == 3)
         await rig.router.quiet()
 
 
