@@ -36,6 +36,7 @@ MAX_REQUEST_ID_CHARACTERS: Final = 124
 class Asked:
     """One call: a request for each prompt, and how its answer is to look.
 
+    `include_usage` asks for a last chunk of usage, `continuous_usage` for the usage so far in each chunk.
     `prompt_logprobs` says that the answer has a list of that name. An `echo` repeats the prompt, with
     `echo_logprobs` the log-probabilities of its tokens too, so many alternatives each. `names` says what the
     body calls fields of the contract, where that depends on the body.
@@ -44,6 +45,7 @@ class Asked:
     requests: tuple[GenerateRequest, ...]
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     timeout_seconds: float | None
     echo: bool
     echo_logprobs: int | None
@@ -194,11 +196,7 @@ def _asked(
     options = body.fields("stream_options")
     if options is not None and not stream:
         raise invalid("stream_options", "stream_options is given; it needs stream to be true")
-    include_usage = options.flag("include_usage") or False if options is not None else False
-    if options is not None:
-        obfuscation = options.path_of("include_obfuscation")
-        _only(obfuscation, options.flag("include_obfuscation"), served=False)
-        options.close()
+    include_usage, continuous_usage = (False, False) if options is None else _usage_asked(options)
     timeout_seconds = body.number("timeout")
     if timeout_seconds is not None and not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise invalid(
@@ -216,6 +214,7 @@ def _asked(
         requests=tuple(replace(request, prompt=prompt) for prompt in prompts),
         stream=stream,
         include_usage=include_usage,
+        continuous_usage=continuous_usage,
         timeout_seconds=timeout_seconds,
         echo=echo,
         echo_logprobs=echo_logprobs,
@@ -226,6 +225,18 @@ def _asked(
     )
     body.close()
     return asked
+
+
+def _usage_asked(options: Fields) -> tuple[bool, bool]:
+    """Whether usage is told at the end, and with each chunk, as vLLM tells it."""
+    at_the_end = options.flag("include_usage") or False
+    with_each = options.flag("continuous_usage_stats") or False
+    if with_each and not at_the_end:
+        where = options.path_of("continuous_usage_stats")
+        raise invalid(where, f"{where} is given; it needs include_usage to be true")
+    _only(options.path_of("include_obfuscation"), options.flag("include_obfuscation"), served=False)
+    options.close()
+    return at_the_end, with_each
 
 
 def _request(body: Fields, sampling: SamplingRequest) -> GenerateRequest:

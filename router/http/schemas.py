@@ -161,7 +161,14 @@ _COMMON: Final[Schema] = {
     "choice": _list(_text(1, constraints.MAX_CHOICE_CHARACTERS), at_least=1, at_most=constraints.MAX_CHOICES),
     "stream": _FLAG,
     "stream_options": _about(
-        _body({"include_usage": _FLAG, "include_obfuscation": {"const": False}}), "It needs stream to be true"
+        _body(
+            {
+                "include_usage": _FLAG,
+                "continuous_usage_stats": _about(_FLAG, "It needs include_usage to be true"),
+                "include_obfuscation": {"const": False},
+            }
+        ),
+        "It needs stream to be true",
     ),
     "return_token_ids": _FLAG,
     "priority": _about(_whole(-MAX_PRIORITY, MAX_PRIORITY), "Lower is served first"),

@@ -381,6 +381,19 @@ async def test_a_stop_token_id_of_the_client_is_told_and_an_end_token_is_not(ser
             assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "stop", told)
 
 
+@DOORS
+async def test_usage_so_far_comes_with_each_chunk_where_it_is_asked(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serve(ScriptedScheduler(script=letters("abcdef"))) as rig:
+        *chunks, last = events((await rig.post(path, **body, stream=True, stream_options=options)).text)
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert told == sorted(told)
+    assert told[-1] == last["usage"]["completion_tokens"] == 7
+    assert all(chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for chunk in chunks)
+
+
 # --- refusals ---------------------------------------------------------------------------------------
 
 

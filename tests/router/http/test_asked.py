@@ -127,6 +127,13 @@ def test_a_wrong_or_unsupported_field_is_refused_by_name(fields: dict[str, objec
     assert re.match(r"\w+", refusal(completion, **fields).field)[0] in fields  # type: ignore[index]
 
 
+def test_usage_with_each_chunk_needs_usage() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True, stream_options=options).continuous_usage
+    error = refusal(completion, stream=True, stream_options=options | {"include_usage": False})
+    assert error.field == "stream_options.continuous_usage_stats"
+
+
 def test_unknown_stream_options_are_refused_by_name() -> None:
     error = refusal(completion, stream=True, stream_options={"include_obfuscation": True})
     assert error.field == "stream_options.include_obfuscation"
