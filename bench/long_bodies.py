@@ -1,10 +1,10 @@
-"""How long one client's long prompt holds up everybody else: pauses of the event loop.
+"""How long one client's long prompt, or answer, holds up everybody else: pauses of the event loop.
 
     python -m bench.long_bodies [--model models/smollm2] [--repeat 5]
 
-A task of the loop asks for its turn every half millisecond; told is the longest it waited while one body
-was read, or one text tokenized, by what the router does and by what it would do in a thread alone. Both take
-turns, so that a busy machine slows both; the median of the repeats is told.
+A task of the loop asks for its turn every half millisecond; told is the longest it waited while one body was
+read, one text tokenized, or one answer put into words, by what the router does and by what it would do in a
+thread alone. Both take turns, so that a busy machine slows both; the median of the repeats is told.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from collections import abc
 from pathlib import Path
 from typing import Any
 
-from router import model_files
+from router import aside, model_files
+from router.http.encoding import encoded
 from router.http.fields import parsed
 from router.http.reading import Bodies
 from router.http.reading_worker import READERS
@@ -52,6 +53,17 @@ def bodies() -> dict[str, bytes]:
     return {name: json.dumps({"prompt": p}, ensure_ascii=False).encode() for name, p in prompts.items()}
 
 
+def answers() -> dict[str, Any]:
+    """What a client may ask for."""
+    entry = {"token": " sky", "logprob": -1.2345678, "bytes": list(b" sky")}
+    content = [entry | {"top_logprobs": [entry] * 20} for _ in range(4096)]
+    choice = {"index": 0, "logprobs": {"content": content, "refusal": None}}
+    return {
+        "4,096 tokens with 20 alternatives": {"choices": [choice]},
+        "262,144 ids": {"tokens": list(range(262_144))},
+    }
+
+
 async def read(opened: Bodies, body: bytes) -> None:
     """As the router does."""
     pieces = [body[first : first + PIECE_BYTES] for first in range(0, len(body), PIECE_BYTES)]
@@ -66,7 +78,8 @@ def tokenized(tokenizer: Tokenizer, text: str) -> None:
 
 
 async def measured(args: argparse.Namespace) -> None:
-    """Prints a line for each kind of prompt."""
+    """Prints a line for each kind of prompt, and of answer."""
+    aside.settle()
     opened, tokenizer = Bodies(), Tokenizer(model_files.read(Path(args.model)))
     await read(opened, bodies()["131,071 ids"])  # its process has started
     for name, body in bodies().items():
@@ -83,6 +96,13 @@ async def measured(args: argparse.Namespace) -> None:
         lambda: asyncio.to_thread(tokenized, tokenizer, text),
         lambda: asyncio.to_thread(lambda: tokenizer._tokenizer.encode(text).ids),  # noqa: SLF001 - what it was
     )
+    for name, value in answers().items():
+        await _told(
+            f"answer {name}",
+            args.repeat,
+            lambda value=value: aside.done(lambda: encoded(value, is_long=True), is_long=True),
+            lambda value=value: asyncio.to_thread(encoded, value),
+        )
     await opened.close()
 
 

@@ -96,6 +96,8 @@ def _put_prompt(request: router_pb2.GenerateRequest, prompt: Prompt) -> None:
             request.chat.messages.add(**entry)
         else:
             request.token_ids.ids.append(entry)
+    if max(len(request.token_ids.ids), len(request.chat.messages)) < len(prompt):
+        raise TypeError("the prompt has token ids beside messages; it is either the ones or the others")
 
 
 def tokenize_request(prompt: str | Sequence[Message | Mapping[str, Any]]) -> router_pb2.TokenizeRequest:

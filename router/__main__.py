@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protos.v1 import router_pb2, router_pb2_grpc
-from router import model_files, validation
+from router import aside, model_files, validation
 from router.config import RouterSettings
 from router.intake import Intake, ServedModel
 from router.key_file import Doorkeeper
@@ -97,6 +97,7 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
     )
     http_door = _http_door(intake, schedulers, settings, doorkeeper, certificates) if settings.http else None
     collector.settle()
+    aside.settle()
     try:
         return await serve(
             settings,
@@ -143,6 +144,7 @@ def _http_door(
 ) -> "HttpDoor":
     """The HTTP door. Its libraries are an extra. Raises StartError when they are not there."""
     try:
+        from router.http import hosts
         from router.http.app import HttpApp
         from router.http.live import Live
         from router.http.server import HttpDoor
@@ -167,6 +169,7 @@ def _http_door(
             refusal=lambda: intake.refusal,
             story=story,
         ),
+        local_names_only=not settings.tenants and hosts.is_of_this_machine(settings.http.rpartition(":")[0]),
     )
     return HttpDoor(
         app,

@@ -11,8 +11,12 @@ from typing import Final, NamedTuple
 import grpc
 
 from router.request_log import ChoiceLog, Delta, End, FinishReason, RequestLog
-from rpc.errors import RequestError
+from rpc.errors import RequestError, invalid
 
+# Log-probabilities up to so many numbers are put into words at once, which takes a millisecond or two.
+INLINE_NUMBERS: Final = 1024
+# A whole answer with more is given up: a client that reads as they come keeps them from piling up.
+MAX_WHOLE_NUMBERS: Final = 524_288
 _STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -41,6 +45,16 @@ class Ended:
 News = PromptSeen | Grown | Ended
 
 
+def num_numbers(item: News) -> int:
+    """Log-probabilities that it tells: one a token, and its alternatives."""
+    match item:
+        case Grown(_, Delta(logprobs=entries)) if entries:
+            return len(entries) * (1 + len(entries[0].top_logprobs))
+        case PromptSeen(log):
+            return log.num_prompt_numbers
+    return 0
+
+
 class Call:
     """What one client waits for: the logs of its requests, in its order, and a bell for all of them."""
 
@@ -56,6 +70,16 @@ class Call:
         """Log-probabilities that wait for the client, of the choice with the most."""
         return max(choice.num_unread_logprobs for log in self.logs for choice in log.choices)
 
+    @property
+    def num_unread(self) -> int:
+        """Token ids that wait for the client, of all choices."""
+        return sum(choice.num_unread for log in self.logs for choice in log.choices)
+
+    @property
+    def num_numbers(self) -> int:
+        """Log-probabilities that wait for a client who has been told nothing yet."""
+        return sum(log.num_prompt_numbers + log.num_unread_numbers for log in self.logs)
+
     def fail(self, failure: RequestError) -> None:
         """Nothing more will come: whoever waits gets this failure."""
         self._failure = failure
@@ -67,13 +91,27 @@ class Call:
 
     async def until_taken_in(self) -> None:
         """Returns when schedulers have taken every choice in. Raises RequestError when one was refused."""
-        await self._until(lambda log: log.taken_in or log.ended)
+        await self._until(lambda: all(log.taken_in or log.ended for log in self.logs))
         for log in self.logs:
             log.accepted = True
 
     async def until_ended(self) -> None:
-        """Returns when every choice has ended. Raises RequestError as soon as one has failed."""
-        await self._until(lambda log: log.ended)
+        """Returns when every choice has ended.
+
+        Raises RequestError as soon as one has failed, and when they have more log-probabilities than are kept
+        for a whole answer.
+        """
+
+        def ended() -> bool:
+            if sum(log.num_unread_numbers for log in self.logs) > MAX_WHOLE_NUMBERS:
+                raise invalid(
+                    "sampling.logprobs",
+                    f"sampling.logprobs asks for more than the {MAX_WHOLE_NUMBERS} numbers that a whole "
+                    "answer may have: output tokens x (1 + alternatives); ask for fewer, or for a stream",
+                )
+            return all(log.ended for log in self.logs)
+
+        await self._until(ended)
 
     async def news(self) -> list[News]:
         """What has happened since the last call, once something has; empty when all has been told.
@@ -111,12 +149,12 @@ class Call:
             news.insert(0, PromptSeen(log))
         return news
 
-    async def _until(self, reached: abc.Callable[[RequestLog], bool]) -> None:
+    async def _until(self, reached: abc.Callable[[], bool]) -> None:
         while True:
             self._bell.clear()
             if (failed := self._failure or self._first_failure()) is not None:
                 raise failed
-            if all(map(reached, self.logs)):
+            if reached():
                 return
             await self._bell.wait()
 

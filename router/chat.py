@@ -61,7 +61,7 @@ class ChatTemplate:
     `special_tokens` are the texts that templates know as `bos_token` and `eos_token`.
     """
 
-    __slots__ = ("_knows_tools", "_special_tokens", "_template")
+    __slots__ = ("_knows_developers", "_knows_tools", "_special_tokens", "_template")
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         try:
@@ -72,6 +72,7 @@ class ChatTemplate:
             raise TemplateError(
                 f"the chat template is broken at line {error.lineno}: {error.message}"
             ) from error
+        self._knows_developers = "developer" in source
         self._special_tokens = special_tokens
 
     def render(
@@ -98,7 +99,7 @@ class ChatTemplate:
         shown = _marked(messages) if continue_final_message else messages
         variables = {
             **self._special_tokens,
-            "messages": [_as_template_sees(message) for message in shown],
+            "messages": [self._as_it_sees(message) for message in shown],
             "tools": _parsed_tools(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -116,6 +117,19 @@ class ChatTemplate:
             raise ChatError(
                 f"chat: the model's chat template failed on this conversation: {reason}"
             ) from error
+
+    def _as_it_sees(self, message: ChatMessage) -> dict[str, Any]:
+        role = message.role
+        if role == "developer" and not self._knows_developers:
+            role = "system"  # OpenAI's newer name for it, which older templates pass over without a word
+        seen: dict[str, Any] = {"role": role, "content": message.content}
+        if message.name:
+            seen["name"] = message.name
+        if message.tool_call_id:
+            seen["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            seen["tool_calls"] = [_call_as_it_sees(call, i) for i, call in enumerate(message.tool_calls)]
+        return seen
 
 
 class _RefusedByTemplateError(jinja2.TemplateError):
@@ -178,18 +192,7 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)  # noqa: DTZ005 - the server's local date, as transformers gives it
 
 
-def _as_template_sees(message: ChatMessage) -> dict[str, Any]:
-    seen: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name:
-        seen["name"] = message.name
-    if message.tool_call_id:
-        seen["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        seen["tool_calls"] = [_call_as_template_sees(call, i) for i, call in enumerate(message.tool_calls)]
-    return seen
-
-
-def _call_as_template_sees(call: ToolCall, position: int) -> dict[str, Any]:
+def _call_as_it_sees(call: ToolCall, position: int) -> dict[str, Any]:
     """As transformers documents it for templates: the arguments are an object, not its text."""
     path = f"chat.messages: tool_calls[{position}].arguments"
     try:

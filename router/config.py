@@ -75,7 +75,7 @@ class RouterSettings(ServiceSettings):
         "the schedulers' --orphan-grace-seconds.",
     )
     max_request_bytes: int = Field(
-        default=16 * 1024 * 1024,
+        default=8 * 1024 * 1024,
         ge=64 * 1024,
         le=2**31 - 1,
         description="Largest message or body of a client, bytes; never more than --max-message-bytes.",

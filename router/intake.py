@@ -25,7 +25,7 @@ from typing import Final
 import grpc
 import structlog
 
-from router import keys, validation
+from router import aside, keys, validation
 from router.call import Call
 from router.chat import ChatError
 from router.constraint_checks import ConstraintChecks
@@ -48,6 +48,7 @@ from rpc.tracing import Tracer
 # Texts up to this long are tokenized at once (well under a millisecond); longer ones in a thread.
 _INLINE_CHARACTERS: Final = 2048
 _INLINE_TOKENS: Final = 2048
+_INLINE_MESSAGES: Final = 64
 _TOKENIZER_THREADS: Final = 2
 # A client whose time is up hangs up, and we may learn it before our own clock says so.
 _LATE_SECONDS: Final = 0.05
@@ -174,10 +175,11 @@ class Intake:
                 structlog.contextvars.bound_contextvars(request_id=named[0].request_id),
                 self._held([(tenant, asked.request_id) for asked in named if asked.resume is None]),
             ):
-                begun = [
-                    await self._begun(asked, arrival, traceparent)
-                    for asked, traceparent in zip(named, trace.traceparents, strict=True)
-                ]
+                begun: list[_Begun] = []
+                for asked, traceparent in zip(named, trace.traceparents, strict=True):
+                    if begun:
+                        await asyncio.sleep(0)  # there may be a hundred of them
+                    begun.append(await self._begun(asked, arrival, traceparent))
                 validation.check_prompt_logprobs(sum(one.log.num_prompt_numbers for one in begun))
                 call = Call(tuple(one.log for one in begun))
                 try:
@@ -227,9 +229,14 @@ class Intake:
         self._schedulers.check_serving()
         age_seconds = self._age(asked.request_id, asked.resume, arrival) if asked.resume else None
         limits = _limits(self._schedulers.welcome())
-        checked = validation.checked(asked, model=self.model.name, limits=limits)
-        keys.check_priority(arrival.caller, checked.priority)
-        arrival.refuse_unknown()
+
+        def looked_at() -> validation.CheckedRequest:
+            checked = validation.checked(asked, model=self.model.name, limits=limits)
+            keys.check_priority(arrival.caller, checked.priority)
+            arrival.refuse_unknown()
+            return checked
+
+        checked = await aside.done(looked_at, is_long=_is_long(asked.prompt))
         if checked.sampling.constraint is not None:
             await self._constraint_checks.check(checked.sampling.constraint)
         try:
@@ -270,13 +277,7 @@ class Intake:
             traceparent=traceparent,
         )
         if asked.resume is not None and age_seconds is not None:
-            received = checked_received(
-                asked.resume,
-                num_choices=valid.n,
-                vocab_size=limits.vocab_size,
-                max_tokens=valid.sampling.max_tokens,
-            )
-            await self._resume(log, received)
+            await self._resume(log, asked.resume, limits.vocab_size)
             log.accepted = True
             log.submitted_at = time.monotonic() - age_seconds  # its place in the queue is as old as it is
         return _Begun(scheduler, log, asked.resume is not None)
@@ -293,10 +294,19 @@ class Intake:
         )
         return max(0.0, time.time() - accepted_at)
 
-    async def _resume(self, log: RequestLog, received: list[list[int]]) -> None:
-        """Begins every choice after what its client has. Raises RequestError for ids behind an end."""
+    async def _resume(self, log: RequestLog, resume: Resume, vocab_size: int) -> None:
+        """Begins every choice after what its client has.
+
+        Raises RequestError for what cannot have been received: wrong choices, wrong ids, ids behind an end.
+        """
 
         def run_again() -> None:
+            received = checked_received(
+                resume,
+                num_choices=len(log.choices),
+                vocab_size=vocab_size,
+                max_tokens=log.choices[0].sampling.max_tokens,
+            )
             now = time.monotonic()
             for choice, token_ids in zip(log.choices, received, strict=True):
                 try:
@@ -308,10 +318,8 @@ class Intake:
                         "the end of the choice; send what the deltas brought",
                     ) from error
 
-        if sum(map(len, received)) <= _INLINE_TOKENS:
-            run_again()
-        else:
-            await asyncio.get_running_loop().run_in_executor(self._threads, run_again)
+        num_received = sum(len(token_ids) for _, token_ids in resume.received)
+        await aside.done(run_again, is_long=num_received > _INLINE_TOKENS)
 
     def _submit(self, begun: _Begun, call: Call) -> None:
         """Hands a request to its scheduler, or tells it from what is here. Raises RequestError.
@@ -392,8 +400,14 @@ class Intake:
         refuse_unknown: abc.Callable[[], None] = lambda: None,
     ) -> abc.Sequence[int]:
         """Ids as generation would make them. Raises RequestError."""
-        checked = validation.checked_prompt(prompt, _limits(self.welcome()))
-        refuse_unknown()
+        limits = _limits(self.welcome())
+
+        def looked_at() -> str | tuple[int, ...] | validation.Chat:
+            checked = validation.checked_prompt(prompt, limits)
+            refuse_unknown()
+            return checked
+
+        checked = await aside.done(looked_at, is_long=_is_long(prompt))
         try:
             return await self._prompt_token_ids(checked, validation.MAX_TOKENIZED)
         except TooManyTokensError as error:
@@ -406,14 +420,26 @@ class Intake:
     async def detokenize(self, token_ids: abc.Sequence[int], *, include_special: bool = False) -> str:
         """Text as generation would make it. Raises RequestError, naming the first id that is none."""
         validation.check_num_token_ids("token_ids", len(token_ids))
-        validation.check_token_ids("token_ids", token_ids, self.welcome().vocab_size)
+        vocab_size = self.welcome().vocab_size
 
         def decode() -> str:
-            return self.model.tokenizer.decode(token_ids, include_special=include_special)
+            ids = validation.copied(token_ids)
+            validation.check_token_ids("token_ids", ids, vocab_size)
+            return self.model.tokenizer.decode(ids, include_special=include_special)
 
-        if len(token_ids) <= _INLINE_TOKENS:
-            return decode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+        return await aside.done(decode, is_long=len(token_ids) > _INLINE_TOKENS)
+
+
+def _is_long(prompt: str | abc.Sequence[int] | validation.Conversation | None) -> bool:
+    """Whether to look at all parts of a prompt takes milliseconds. Nobody looks into a text here."""
+    match prompt:
+        case None | str():
+            return False
+        case validation.Conversation(messages=messages):
+            num_calls = sum(len(turn.tool_calls) for turn in messages[:_INLINE_MESSAGES])
+            return len(messages) > _INLINE_MESSAGES or num_calls > _INLINE_MESSAGES
+        case _:
+            return len(prompt) > _INLINE_TOKENS
 
 
 def _limits(welcome: Welcome) -> validation.Limits:

@@ -201,6 +201,11 @@ class ChoiceLog:
         return len(self._pending_logprobs)
 
     @property
+    def num_unread(self) -> int:
+        """Ids that the client has not taken."""
+        return len(self.output_token_ids) - self._num_taken
+
+    @property
     def started(self) -> bool:
         """Whether the scheduler has begun with it."""
         return self.num_cached_tokens is not None
@@ -392,6 +397,14 @@ class RequestLog:
         if num_top is None:
             return 0
         return (len(self.prompt_token_ids) - 1) * (1 + num_top) * len(self.choices)
+
+    @property
+    def num_unread_numbers(self) -> int:
+        """Log-probabilities of outputs that the client has not taken: one a token, and its alternatives."""
+        num_top = self.choices[0].sampling.logprobs
+        if num_top is None:
+            return 0
+        return (1 + num_top) * sum(choice.num_unread_logprobs for choice in self.choices)
 
     def take_prompt_logprobs(self, first_position: int, entries: abc.Sequence[TokenLogprobs]) -> None:
         """Takes in those of the tokens from `first_position` (>= 1) on. What was here before is dropped."""

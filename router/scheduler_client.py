@@ -236,7 +236,10 @@ class SchedulerClient:
                 async for proto in call:
                     if proto is None:  # what gRPC gives for bytes that are no message of this type
                         raise SessionError("a message could not be read")  # noqa: TRY301 - one way out
-                    message = wire.scheduler_message(proto)
+                    if wire.is_long(proto):  # others go on meanwhile, but for the messages behind this one
+                        message = await asyncio.to_thread(wire.scheduler_message, proto)
+                    else:
+                        message = wire.scheduler_message(proto)
                     if message is not None:
                         self._dispatch(self._session.receive(connection, message, time.monotonic()))
                         self._outgoing.set()

@@ -15,8 +15,8 @@ import grpc
 import structlog
 
 from protos.v1 import router_pb2, router_pb2_grpc
-from router import keys, validation, wire
-from router.call import Call
+from router import aside, keys, validation, wire
+from router.call import INLINE_NUMBERS, Call, num_numbers
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
 from router.keys import Caller
@@ -26,8 +26,9 @@ from router.stall import STALL_SECONDS, StalledError, StallGuard
 from rpc.errors import RequestError, abort, invalid
 from rpc.version import version
 
-# Bodies up to this long are hashed at once.
+# What is no longer than this is looked at, or made, at once; the rest aside.
 _INLINE_BYTES: Final = 64 * 1024
+_INLINE_TOKENS: Final = 2048
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -71,7 +72,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 await guard.write(context.write(first))
                 while news := await call.news():
                     for item in news:
-                        await guard.write(context.write(wire.event(item)))
+                        is_long = num_numbers(item) > INLINE_NUMBERS
+                        event = await aside.done(partial(wire.event, item), is_long=is_long)
+                        await guard.write(context.write(event))
 
     async def Complete(
         self, request: router_pb2.GenerateRequest, context: Context
@@ -86,7 +89,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             async with self._call(request, context, caller) as call:
                 await call.until_taken_in()
                 await call.until_ended()
-                return wire.response(call.logs[0])
+                is_long = call.num_numbers > INLINE_NUMBERS or call.num_unread > _INLINE_TOKENS
+                return await aside.done(partial(wire.response, call.logs[0]), is_long=is_long)
 
     @contextlib.asynccontextmanager
     async def _call(
@@ -95,10 +99,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         """The request as a call of one."""
         received_at = time.monotonic()
         remaining_seconds = context.time_remaining()
+        body = wire.body(request)
+        digest = await aside.done(lambda: hashlib.sha256(body).digest(), is_long=len(body) > _INLINE_BYTES)
         arrival = Arrival(
             received_at=received_at,
             deadline=None if remaining_seconds is None else received_at + remaining_seconds,
-            body_digest=await _digest(wire.body(request)),
+            body_digest=digest,
             refuse_unknown=partial(wire.refuse_unknown_fields, request),
             caller=caller,
             trace=(_header(context, "traceparent"), _header(context, "tracestate")),
@@ -117,8 +123,10 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             token_ids = await self._intake.tokenize(
                 wire.text_or_chat(request), partial(wire.refuse_unknown_fields, request)
             )
-            return router_pb2.TokenizeResponse(
-                token_ids=token_ids, max_total_tokens=self._intake.welcome().max_total_tokens
+            max_total_tokens = self._intake.welcome().max_total_tokens
+            return await aside.done(
+                partial(wire.tokenized, token_ids, max_total_tokens),
+                is_long=len(token_ids) > _INLINE_TOKENS,
             )
 
     async def Detokenize(
@@ -222,13 +230,6 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             await abort(
                 context, RequestError(grpc.StatusCode.INTERNAL, "the router failed; its log says where")
             )
-
-
-async def _digest(body: bytes) -> bytes:
-    """SHA-256; of a long body in a thread, and the loop goes on."""
-    if len(body) <= _INLINE_BYTES:
-        return hashlib.sha256(body).digest()
-    return (await asyncio.to_thread(hashlib.sha256, body)).digest()
 
 
 def header(metadata: abc.Iterable[tuple[str, str | bytes]], wanted: str) -> str:

@@ -9,9 +9,12 @@ read once, whatever the stops look like. Pure: it knows characters, and must not
 """
 
 from collections import deque
+from functools import lru_cache
 from typing import NamedTuple
 
 ROOT = 0
+# The largest that a client can ask for takes about a megabyte, and milliseconds to build.
+_MAX_TABLES = 32
 
 
 class Pushed(NamedTuple):
@@ -31,7 +34,7 @@ class StopStrings:
     __slots__ = ("_held", "_include", "_matched", "_node", "_table")
 
     def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
-        self._table = _Table(stops)
+        self._table = _table(stops)
         self._include = include
         self._node = ROOT
         self._held = ""
@@ -61,6 +64,12 @@ class StopStrings:
         """The text has ended without a match; returns what was held back."""
         held, self._held = self._held, ""
         return held
+
+
+@lru_cache(maxsize=_MAX_TABLES)
+def _table(stops: tuple[str, ...]) -> "_Table":
+    """Built once for all choices of a request; and programs send the same stops with each request."""
+    return _Table(stops)
 
 
 class _Table:

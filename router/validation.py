@@ -41,6 +41,11 @@ MAX_CACHE_SALT_BYTES: Final = 128
 MAX_CHAT_MESSAGES: Final = 4096
 MAX_CHAT_TOOLS: Final = 256
 MAX_TOOL_CALLS: Final = 256
+# Of a whole conversation: what is parsed, and put into the template, in one go.
+MAX_CALLS_IN_ALL: Final = 4096
+MAX_TOOLS_CHARACTERS: Final = 524_288
+MAX_ARGUMENTS_CHARACTERS: Final = 524_288
+_IDS_AT_ONCE: Final = 16_384
 
 _T = TypeVar("_T")
 
@@ -275,8 +280,9 @@ def checked_prompt(
             if not prompt:
                 raise invalid("token_ids", "token_ids is empty; a prompt has at least one token")
             check_prompt_length("token_ids", len(prompt), limits)
-            check_token_ids("token_ids", prompt, limits.vocab_size)
-            return tuple(prompt)
+            token_ids = copied(prompt)
+            check_token_ids("token_ids", token_ids, limits.vocab_size)
+            return tuple(token_ids)
 
 
 def fitted(
@@ -353,9 +359,27 @@ def check_prompt_logprobs(num_numbers: int) -> None:
         )
 
 
+def check_num_calls(turns: abc.Sequence[Turn]) -> None:
+    """Refuses a conversation that called tools too often. Raises RequestError, INVALID_ARGUMENT."""
+    num_calls = sum(len(turn.tool_calls) for turn in turns)
+    if num_calls > MAX_CALLS_IN_ALL:
+        raise invalid(
+            "chat.messages",
+            f"chat.messages has {num_calls} tool_calls; at most {MAX_CALLS_IN_ALL} are allowed in all",
+        )
+
+
 def check_num_token_ids(field: str, count: int) -> None:
     """Refuses more ids than are turned into text at once. Raises RequestError, INVALID_ARGUMENT."""
     _at_most(field, count, MAX_TOKENIZED)
+
+
+def copied(token_ids: abc.Sequence[int]) -> abc.Sequence[int]:
+    """Ids as Python's own numbers, some at a time: a message's are converted by a call into C."""
+    if isinstance(token_ids, tuple):
+        return token_ids
+    starts = range(0, len(token_ids), _IDS_AT_ONCE)
+    return [token_id for first in starts for token_id in token_ids[first : first + _IDS_AT_ONCE]]
 
 
 def check_token_ids(field: str, token_ids: abc.Sequence[int], vocab_size: int) -> None:
@@ -509,6 +533,12 @@ def _checked_chat(conversation: Conversation) -> Chat:
         raise invalid("chat.messages", "chat.messages is empty; at least one message is required")
     _at_most("chat.messages", len(conversation.messages), MAX_CHAT_MESSAGES)
     _at_most("chat.tools", len(conversation.tools), MAX_CHAT_TOOLS)
+    num_characters = sum(map(len, conversation.tools))
+    if num_characters > MAX_TOOLS_CHARACTERS:
+        raise invalid(
+            "chat.tools",
+            f"chat.tools has {num_characters} characters; at most {MAX_TOOLS_CHARACTERS} are allowed in all",
+        )
     if conversation.continue_final_message:
         if conversation.add_generation_prompt:
             raise invalid(
@@ -522,6 +552,7 @@ def _checked_chat(conversation: Conversation) -> Chat:
                 f"chat.continue_final_message is set, and the last message is of {_shown(role)}; only an "
                 "assistant's can be continued",
             )
+    check_num_calls(conversation.messages)
     return Chat(
         messages=[_checked_message(turn, position) for position, turn in enumerate(conversation.messages)],
         tools=list(conversation.tools),
@@ -542,8 +573,15 @@ def _checked_message(turn: Turn, position: int) -> ChatMessage:
             "chat.messages", f"{path}.tool_call_id is set, and its role is {_shown(turn.role)}; tools answer"
         )
     for number, call in enumerate(turn.tool_calls):
+        where = f"{path}.tool_calls[{number}]"
         if not call.name:
-            raise invalid("chat.messages", f"{path}.tool_calls[{number}].name is missing")
+            raise invalid("chat.messages", f"{where}.name is missing")
+        if len(call.arguments) > MAX_ARGUMENTS_CHARACTERS:
+            raise invalid(
+                "chat.messages",
+                f"{where}.arguments has {len(call.arguments)} characters; at most "
+                f"{MAX_ARGUMENTS_CHARACTERS} are allowed",
+            )
     _check_text("chat.messages", f"{path}.content", turn.content)
     return ChatMessage(
         role=turn.role,

@@ -5,6 +5,7 @@ not have: they exist in a message's bytes alone.
 """
 
 from collections import abc
+from typing import Final
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -27,6 +28,9 @@ from router.resume import Resume
 from router.validation import Conversation, Defaults, GenerateRequest, SamplingRequest
 from rpc.errors import invalid
 from rpc.histogram import Histogram
+
+_IDS_AT_ONCE: Final = 16_384
+_INLINE_ENTRIES: Final = 256
 
 # --- from clients -----------------------------------------------------------------------------------
 
@@ -299,6 +303,14 @@ def _token_logprobs(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
     )
 
 
+def tokenized(token_ids: abc.Sequence[int], max_total_tokens: int) -> router_pb2.TokenizeResponse:
+    """The ids of a text. Some at a time: to convert many at once is one long call into C."""
+    response = router_pb2.TokenizeResponse(max_total_tokens=max_total_tokens)
+    for first in range(0, len(token_ids), _IDS_AT_ONCE):
+        response.token_ids.extend(token_ids[first : first + _IDS_AT_ONCE])
+    return response
+
+
 # --- to schedulers ----------------------------------------------------------------------------------
 
 
@@ -347,6 +359,12 @@ def _submit(message: session.Submit) -> scheduler_pb2.Submit:
 
 
 # --- from schedulers --------------------------------------------------------------------------------
+
+
+def is_long(message: scheduler_pb2.SchedulerMessage) -> bool:
+    """Whether it takes milliseconds to take apart: all the log-probabilities of a prompt come at once."""
+    rows = message.step_output.prompt_logprobs
+    return sum(len(row.tokens) for row in rows) > _INLINE_ENTRIES
 
 
 def scheduler_message(message: scheduler_pb2.SchedulerMessage) -> session.SchedulerMessage | None:

@@ -139,10 +139,14 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         kind = parse.__self__.DESCRIPTOR
         try:
             kept.grow(len(raw))
-            if not weighing.is_light(raw, kind):
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._weighing, weighing.check_weight, raw, kind)
-            return parse(raw)
+            if weighing.is_light(raw, kind):
+                return parse(raw)
+
+            def weighed() -> Any:
+                weighing.check_weight(raw, kind)
+                return parse(raw)
+
+            return await asyncio.get_running_loop().run_in_executor(self._weighing, weighed)
         except RequestError as error:
             await abort(context, error)
         except DecodeError as error:

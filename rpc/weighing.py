@@ -19,6 +19,7 @@ from rpc.errors import invalid
 
 MAX_FIELDS: Final = 65_536
 LIGHT_FIELDS: Final = 512
+LIGHT_BYTES: Final = 256 * 1024
 MAX_NUMBERS: Final = 1_048_576
 MAX_NUMBER_BYTES: Final = 4 * MAX_NUMBERS
 """Of one list: what is longer need not be counted. Ids of any vocabulary take three bytes at most."""
@@ -31,7 +32,9 @@ _UNPACKED: Final = frozenset({FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_
 
 
 def is_light(raw: bytes, descriptor: Descriptor) -> bool:
-    """Whether a message has few parts. That is known after a look at a few, however long it is."""
+    """Whether a message is short and has few parts, so that it is parsed within a millisecond or so."""
+    if len(raw) > LIGHT_BYTES:
+        return False
     num_fields, num_numbers = _counted(raw, descriptor, LIGHT_FIELDS)
     return num_fields <= LIGHT_FIELDS and num_numbers <= MAX_NUMBERS
 

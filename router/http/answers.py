@@ -106,7 +106,9 @@ class Answer:
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._head | {"object": self._shape.chunk_object, "choices": [choice]}
-        return chunk | {"usage": None} if self._asked.include_usage else chunk
+        if not self._asked.include_usage:
+            return chunk
+        return chunk | {"usage": self._usage() if self._asked.continuous_usage else None}
 
     def _choice(self, log: RequestLog, choice: ChoiceLog, content: Json) -> Json:
         index = self._position[log] * self._asked.num_choices_each + choice.index

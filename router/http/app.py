@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter, abc
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from typing import Any, Final
 
@@ -24,10 +25,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router import keys
-from router.http import description, errors, page
+from router import aside, keys
+from router.call import INLINE_NUMBERS, News, num_numbers
+from router.http import description, errors, hosts, page
 from router.http.answers import Answer
 from router.http.asked import Asked, Detokenizing, Tokenizing
+from router.http.encoding import encoded, event
 from router.http.errors import HttpError
 from router.http.exchange import Exchange
 from router.http.live import Live
@@ -50,8 +53,9 @@ _SECURITY_HEADERS: Final = [
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_HEADERS: Final = 100
 _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
-# Bodies up to this long are hashed at once.
+# What is no longer than this is made at once, the rest aside.
 _INLINE_BYTES: Final = 64 * 1024
+_INLINE_TOKENS: Final = 2048
 
 _log = structlog.get_logger()
 
@@ -69,8 +73,12 @@ class HttpApp:
         doorkeeper: Doorkeeper,
         client_stall_seconds: float = STALL_SECONDS,
         live: Live | None = None,
+        local_names_only: bool = False,
     ) -> None:
-        """With `live` the door shows the live page as well."""
+        """With `live` the door shows the live page as well.
+
+        With `local_names_only` nobody is answered who calls it by a name of the network (`hosts`).
+        """
         self._intake = intake
         self._client_stall_seconds = client_stall_seconds
         self._doorkeeper = doorkeeper
@@ -98,6 +106,7 @@ class HttpApp:
                 Middleware(_CountedStatus, self.num_responses),
                 Middleware(_SecurityHeaders),
                 Middleware(_LimitedHead),
+                *([Middleware(_LocalNames)] if local_names_only else []),
             ],
             exception_handlers={HTTPException: _no_such_path},
         )
@@ -129,7 +138,7 @@ class HttpApp:
         body = await self._body(exchange)
         asked: Asked = await self._read("completion", body)
         exchange.names = asked.names
-        echoes = [await self._prompt_text(request) for request in asked.requests] if asked.echo else None
+        echoes = await self._echoes(asked) if asked.echo else None
         await self._generate(exchange, body, asked, CompletionShape(self._intake.model.tokenizer, echoes))
 
     async def _chat(self, exchange: Exchange) -> None:
@@ -178,24 +187,31 @@ class HttpApp:
             )
             if not asked.stream:
                 await call.until_ended()
-                await exchange.answer(answer.whole(), headers=headers)
+                is_long = call.num_numbers > INLINE_NUMBERS or call.num_unread > _INLINE_TOKENS
+                body = await aside.done(lambda: encoded(answer.whole(), is_long=is_long), is_long=is_long)
+                await exchange.answer_encoded(body, headers=headers)
                 return
             async with StallGuard(self._client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
                 exchange.guard = guard
                 await exchange.begin_events(headers)
-                await exchange.events(answer.first_chunks())
+                await exchange.events(b"".join(map(event, answer.first_chunks())))
                 while news := await call.news():
-                    await exchange.events(answer.chunks(news))
+                    await exchange.events(await _told(answer, news))
                 if asked.include_usage:
-                    await exchange.events([answer.usage_chunk()])
+                    await exchange.events(event(answer.usage_chunk()))
                 await exchange.end_events()
 
-    async def _prompt_text(self, request: GenerateRequest) -> str:
-        """What an echo repeats."""
-        if isinstance(request.prompt, str):
-            return request.prompt
-        assert isinstance(request.prompt, tuple), "a completion's prompt is text or ids"
-        return await self._intake.detokenize(request.prompt)
+    async def _echoes(self, asked: Asked) -> list[str]:
+        """What an echo repeats of each prompt."""
+        echoes = []
+        for request in asked.requests:
+            if isinstance(request.prompt, str):
+                echoes.append(request.prompt)
+                continue
+            assert isinstance(request.prompt, tuple), "a completion's prompt is text or ids"
+            echoes.append(await self._intake.detokenize(request.prompt))
+            await asyncio.sleep(0)  # there may be a hundred of them
+        return echoes
 
     async def _body(self, exchange: Exchange) -> list[bytes]:
         if self._closed:
@@ -232,14 +248,15 @@ class HttpApp:
         self._intake.check_model(asked.model)
         tokens = await self._intake.tokenize(asked.prompt)
         max_model_len = self._intake.welcome().max_total_tokens
-        await exchange.answer({"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len})
+        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len}
+        await _answer_aside(exchange, answer, is_long=len(tokens) > _INLINE_TOKENS)
 
     async def _detokenize(self, exchange: Exchange) -> None:
         exchange.names = {"token_ids": "tokens"}
         asked: Detokenizing = await self._read("detokenizing", await self._body(exchange))
         self._intake.check_model(asked.model)
         text = await self._intake.detokenize(asked.token_ids, include_special=asked.include_special)
-        await exchange.answer({"prompt": text})
+        await _answer_aside(exchange, {"prompt": text}, is_long=len(text) > _INLINE_BYTES)
 
     # --- the live page ------------------------------------------------------------------------------
 
@@ -270,11 +287,31 @@ class HttpApp:
 
 
 async def _describe(exchange: Exchange) -> None:
-    await exchange.answer(description.described())
+    await exchange.answer_encoded(_description())
+
+
+@cache
+def _description() -> bytes:
+    return encoded(description.described())
+
+
+async def _told(answer: Answer, news: list[News]) -> bytes:
+    """What has happened, as events."""
+    is_long = sum(map(num_numbers, news)) > INLINE_NUMBERS
+
+    def tell() -> bytes:
+        return b"".join(event(chunk, is_long=is_long) for chunk in answer.chunks(news))
+
+    return await aside.done(tell, is_long=is_long)
+
+
+async def _answer_aside(exchange: Exchange, value: dict[str, Any], *, is_long: bool) -> None:
+    body = await aside.done(lambda: encoded(value, is_long=is_long), is_long=is_long)
+    await exchange.answer_encoded(body)
 
 
 async def _digest(body: list[bytes]) -> bytes:
-    """SHA-256 of a body; of a long one in a thread, and the loop goes on."""
+    """SHA-256 of a body."""
 
     def digest() -> bytes:
         hashed = sha256()
@@ -282,7 +319,7 @@ async def _digest(body: list[bytes]) -> bytes:
             hashed.update(piece)
         return hashed.digest()
 
-    return digest() if sum(map(len, body)) <= _INLINE_BYTES else await asyncio.to_thread(digest)
+    return await aside.done(digest, is_long=sum(map(len, body)) > _INLINE_BYTES)
 
 
 class _Endpoint:
@@ -373,6 +410,21 @@ class _LimitedHead:
             f"at most {MAX_HEADERS} and {MAX_HEAD_BYTES} bytes are allowed"
         )
         await Exchange(scope, receive, send).fail(HttpError(431, "headers_too_large", message))
+
+
+class _LocalNames:
+    """Refuses requests that came under a name of the network."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            hosts.check(scope["headers"])
+        except HttpError as error:
+            await Exchange(scope, receive, send).fail(error)
+        else:
+            await self._app(scope, receive, send)
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ from router.validation import (
     Conversation,
     GenerateRequest,
     SamplingRequest,
+    check_num_calls,
 )
 from rpc.errors import RequestError, invalid
 
@@ -35,6 +36,7 @@ MAX_REQUEST_ID_CHARACTERS: Final = 124
 class Asked:
     """One call: a request for each prompt, and how its answer is to look.
 
+    `include_usage` asks for a last chunk of usage, `continuous_usage` for the usage so far in each chunk.
     `prompt_logprobs` says that the answer has a list of that name. An `echo` repeats the prompt, with
     `echo_logprobs` the log-probabilities of its tokens too, so many alternatives each. `names` says what the
     body calls fields of the contract, where that depends on the body.
@@ -43,6 +45,7 @@ class Asked:
     requests: tuple[GenerateRequest, ...]
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     timeout_seconds: float | None
     echo: bool
     echo_logprobs: int | None
@@ -120,8 +123,10 @@ def chat(body: Fields) -> Asked:
     conversation = _conversation(body)
     alternatives = body.whole("top_logprobs")
     wanted = body.flag("logprobs") or False
-    if alternatives is not None and not wanted:
+    if alternatives and not wanted:
         raise invalid("top_logprobs", f"top_logprobs is {alternatives}; it needs logprobs to be true")
+    body.flag("parallel_tool_calls")  # one call at most is made, which either value allows
+    _only("modalities", body.entries("modalities"), ["text"])
     max_tokens, older = body.whole("max_completion_tokens"), body.whole("max_tokens")
     if max_tokens is not None and older is not None:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens are both given; one is enough")
@@ -191,9 +196,7 @@ def _asked(
     options = body.fields("stream_options")
     if options is not None and not stream:
         raise invalid("stream_options", "stream_options is given; it needs stream to be true")
-    include_usage = options.flag("include_usage") or False if options is not None else False
-    if options is not None:
-        options.close()
+    include_usage, continuous_usage = (False, False) if options is None else _usage_asked(options)
     timeout_seconds = body.number("timeout")
     if timeout_seconds is not None and not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise invalid(
@@ -201,11 +204,17 @@ def _asked(
             f"timeout is {timeout_seconds:g}; it must be more than 0 and at most {MAX_TIMEOUT_SECONDS:g} "
             "seconds",
         )
-    body.text("user")  # a name for OpenAI's own records; nothing here depends on it
+    for name in ("user", "safety_identifier", "prompt_cache_key"):
+        body.text(name)  # for OpenAI's own records; nothing here depends on it
+    body.fields("metadata")  # likewise
+    _only("store", body.flag("store"), served=False)
+    if (tier := body.text("service_tier")) not in {None, "auto", "default"}:
+        raise _unserved("service_tier", f"service_tier is {json.dumps(tier)[:64]}; it is auto or default")
     asked = Asked(
         requests=tuple(replace(request, prompt=prompt) for prompt in prompts),
         stream=stream,
         include_usage=include_usage,
+        continuous_usage=continuous_usage,
         timeout_seconds=timeout_seconds,
         echo=echo,
         echo_logprobs=echo_logprobs,
@@ -216,6 +225,18 @@ def _asked(
     )
     body.close()
     return asked
+
+
+def _usage_asked(options: Fields) -> tuple[bool, bool]:
+    """Whether usage is told at the end, and with each chunk, as vLLM tells it."""
+    at_the_end = options.flag("include_usage") or False
+    with_each = options.flag("continuous_usage_stats") or False
+    if with_each and not at_the_end:
+        where = options.path_of("continuous_usage_stats")
+        raise invalid(where, f"{where} is given; it needs include_usage to be true")
+    _only(options.path_of("include_obfuscation"), options.flag("include_obfuscation"), served=False)
+    options.close()
+    return at_the_end, with_each
 
 
 def _request(body: Fields, sampling: SamplingRequest) -> GenerateRequest:
@@ -387,8 +408,10 @@ def _conversation(body: Fields) -> Conversation:
     choice = body.value("tool_choice")
     continued = body.flag("continue_final_message") or False
     opened = body.flag("add_generation_prompt")
+    messages = [_message(checked(m, dict, "an object", f"messages[{i}]"), i) for i, m in enumerate(values)]
+    check_num_calls(messages)
     return Conversation(
-        messages=[_message(checked(m, dict, "an object", f"messages[{i}]"), i) for i, m in enumerate(values)],
+        messages=messages,
         tools=[] if choice == "none" else tools,
         add_generation_prompt=not continued if opened is None else opened,
         continue_final_message=continued,
@@ -462,6 +485,9 @@ def _message(values: dict[str, Any], position: int) -> ChatMessage:
         tool_call_id=message.text("tool_call_id") or "",
     )
     _only(message.path_of("refusal"), message.text("refusal"), "")
+    # As OpenAI's answers bring them when they are sent back, and as lm-eval marks its messages.
+    _only(message.path_of("annotations"), message.entries("annotations"), [])
+    _only(message.path_of("type"), message.text("type"), "text")
     message.close()
     return message_read
 
@@ -477,6 +503,7 @@ def _call(value: object, path: str) -> ToolCall:
     if not name:
         raise invalid(function.path_of("name"), f"{function.path_of('name')} is missing")
     call_id = call.text("id") or ""
+    call.whole("index")  # as chunks of a stream bring it
     function.close()
     call.close()
     return ToolCall(call_id, name, arguments or "{}")

@@ -34,7 +34,7 @@ _DEFECT: Final = (500, "server_error", "internal_error")
 STATUSES: Final[dict[int, str]] = {
     400: "A wrong value, or a field that is not supported.",
     401: "Who asks is not known.",
-    403: "Who asks may not.",
+    403: "Who asks may not, or calls the door by another name.",
     404: "Another model, or another path.",
     405: "Another method than the path has.",
     408: "`timeout` is over, or the body took too long.",
@@ -91,6 +91,8 @@ def answer(
     if error.field and message.startswith(error.field):
         message = param + message.removeprefix(error.field)
     headers = {"www-authenticate": "Bearer"} if error.code is _Code.UNAUTHENTICATED else {}
+    if error.code is _Code.DEADLINE_EXCEEDED:  # OpenAI's clients ask again by themselves after a 408
+        headers["x-should-retry"] = "false"
     if error.retry_after_seconds is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
         headers["retry-after-ms"] = str(round(error.retry_after_seconds * 1000))

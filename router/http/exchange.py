@@ -5,7 +5,6 @@ asked or answered.
 """
 
 import asyncio
-import json
 from collections import abc
 from typing import Any, Final, TypeVar
 
@@ -14,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from router.http import errors
+from router.http.encoding import encoded, event
 from router.http.errors import HttpError
 from router.keys import ANYBODY
 from router.stall import StallGuard
@@ -115,7 +115,12 @@ class Exchange:
         self, value: Any, *, status: int = 200, headers: abc.Mapping[str, str] | None = None
     ) -> None:
         """One JSON value, and that is all."""
-        body = _encoded(value)
+        await self.answer_encoded(encoded(value), status=status, headers=headers)
+
+    async def answer_encoded(
+        self, body: bytes, *, status: int = 200, headers: abc.Mapping[str, str] | None = None
+    ) -> None:
+        """The same, of a value that is encoded already."""
         length = {"content-length": str(len(body))}
         await self._begin(status, "application/json", {**(headers or {}), **length})
         await self._send({"type": "http.response.body", "body": body})
@@ -124,9 +129,8 @@ class Exchange:
         """Opens a stream of server-sent events."""
         await self._begin(200, "text/event-stream; charset=utf-8", headers)
 
-    async def events(self, values: abc.Iterable[Any]) -> None:
-        """Sends values, each as one event. Returns when the client's connection can take more."""
-        body = b"".join(b"data: " + _encoded(value) + b"\n\n" for value in values)
+    async def events(self, body: bytes) -> None:
+        """Sends encoded events, or none. Returns when the client's connection can take more."""
         if body:
             await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -158,20 +162,13 @@ class Exchange:
         if not self._begun:
             await self.answer(told.body, status=told.status, headers=told.headers)
             return
-        body = b"data: " + _encoded(told.body) + b"\n\n"
-        await self._send({"type": "http.response.body", "body": body})
+        await self._send({"type": "http.response.body", "body": event(told.body)})
 
     async def _begin(self, status: int, kind: str, headers: abc.Mapping[str, str]) -> None:
         self._begun = True
         pairs = {"content-type": kind, **headers}.items()
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-def _encoded(value: Any) -> bytes:
-    """Strictly valid JSON in UTF-8."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode(errors="replace")
 
 
 def _too_long(how_long: str, max_bytes: int) -> HttpError:

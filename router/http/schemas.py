@@ -160,7 +160,16 @@ _COMMON: Final[Schema] = {
     "regex": _text(1, constraints.MAX_REGEX_CHARACTERS),
     "choice": _list(_text(1, constraints.MAX_CHOICE_CHARACTERS), at_least=1, at_most=constraints.MAX_CHOICES),
     "stream": _FLAG,
-    "stream_options": _about(_body({"include_usage": _FLAG}), "It needs stream to be true"),
+    "stream_options": _about(
+        _body(
+            {
+                "include_usage": _FLAG,
+                "continuous_usage_stats": _about(_FLAG, "It needs include_usage to be true"),
+                "include_obfuscation": {"const": False},
+            }
+        ),
+        "It needs stream to be true",
+    ),
     "return_token_ids": _FLAG,
     "priority": _about(_whole(-MAX_PRIORITY, MAX_PRIORITY), "Lower is served first"),
     "cache_salt": _TEXT,
@@ -171,6 +180,11 @@ _COMMON: Final[Schema] = {
     },
     "timeout": _about(_above(0, asked.MAX_TIMEOUT_SECONDS), "Seconds"),
     "user": _about(_TEXT, "Taken, and used for nothing"),
+    "safety_identifier": _about(_TEXT, "Likewise"),
+    "prompt_cache_key": _about(_TEXT, "Likewise"),
+    "metadata": _about(_ANY_OBJECT, "Likewise"),
+    "store": {"const": False},
+    "service_tier": {"enum": ["auto", "default"]},
 }
 
 _CONVERSATION: Final[Schema] = {
@@ -210,7 +224,9 @@ BODIES: Final[dict[str, Schema]] = {
             **_COMMON,
             "max_completion_tokens": _about(_whole(1), "Not beside max_tokens"),
             "logprobs": _FLAG,
-            "top_logprobs": _about(_whole(0, MAX_LOGPROBS), "It needs logprobs to be true"),
+            "top_logprobs": _about(_whole(0, MAX_LOGPROBS), "It needs logprobs to be true, unless it is 0"),
+            "parallel_tool_calls": _about(_FLAG, "One call at most is made either way"),
+            "modalities": {"const": ["text"]},
         },
         required=["messages"],
     ),
@@ -237,6 +253,8 @@ PARTS: Final[dict[str, Schema]] = {
                 "tool_calls": _list(reference("ToolCall"), at_most=MAX_TOOL_CALLS),
                 "tool_call_id": _about(_TEXT, "Of tools"),
                 "refusal": {"const": ""},
+                "annotations": {"const": []},
+                "type": {"const": "text"},
             },
             required=["role"],
         ),
@@ -247,6 +265,7 @@ PARTS: Final[dict[str, Schema]] = {
     "ToolCall": _body(
         {
             "id": _TEXT,
+            "index": _about(_whole(), "As chunks bring it; taken, and used for nothing"),
             "type": {"const": "function"},
             "function": _body({"name": _NOT_EMPTY, "arguments": _TEXT}, required=["name"]),
         },

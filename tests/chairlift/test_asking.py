@@ -19,6 +19,12 @@ def test_each_form_of_prompt() -> None:
     assert generate_request([], {}).WhichOneof("prompt") == "token_ids"  # for the server to refuse
 
 
+@pytest.mark.parametrize("mixed", [[Message("user", "Hi"), 5], [5, {"role": "user", "content": "Hi"}]])
+def test_ids_and_messages_do_not_mix(mixed: Any) -> None:
+    with pytest.raises(TypeError, match="token ids beside messages"):
+        generate_request(mixed, {})
+
+
 def test_options_go_where_the_contract_has_them_and_zero_is_not_absent() -> None:
     options: Options = {
         "n": 2,

@@ -198,6 +198,15 @@ def test_the_last_message_is_continued_as_by_transformers(
     assert rendered == expected
 
 
+def test_a_developer_is_the_system_to_a_template_that_knows_none() -> None:
+    """Some templates show users, systems and assistants, and pass over whatever else comes."""
+    rules = [ChatMessage("developer", "Be brief."), *HI]
+    older = "{% for m in messages %}{{ m.content if m.role in ['system', 'user'] }}{% endfor %}"
+    assert render(older, rules) == "Be brief.Hi"
+    newer = "{% for m in messages %}{{ m.content if m.role == 'developer' }}{% endfor %}"
+    assert render(newer, rules) == "Be brief."
+
+
 @pytest.mark.parametrize(("source", "said"), [("x", "abc"), ("{{ messages[-1].content | upper }}", "a")])
 def test_what_the_template_does_not_show_cannot_be_continued(source: str, said: str) -> None:
     template = ChatTemplate(source, {})

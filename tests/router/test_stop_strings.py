@@ -44,6 +44,13 @@ def test_the_result_is_the_text_cut_where_a_stop_first_completes(
     assert ("".join(deltas), matched) == by_definition("".join(pieces), stops, include=include)
 
 
+def test_cutters_of_the_same_stops_do_not_know_of_each_other() -> None:
+    first, second = StopStrings(("ab",), include=False), StopStrings(("ab",), include=False)
+    assert first.push("a") == ("", None)
+    assert second.push("b") == ("b", None)
+    assert first.push("b") == ("", "ab")
+
+
 @given(pieces=st.lists(FEW_LETTERS, max_size=20), stops=STOPS)
 def test_exactly_the_longest_suffix_that_begins_a_stop_is_held(pieces: list[str], stops: list[str]) -> None:
     cutter = StopStrings(tuple(stops), include=False)

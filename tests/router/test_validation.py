@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.chat import ChatMessage
+from router.chat import ChatMessage, ToolCall
 from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.validation import (
     Chat,
@@ -247,6 +247,22 @@ def test_b101_long_lists_are_refused_with_their_limits() -> None:
     assert_refused(error, "chat.messages", 100_000, 4096)
     error = refusal(GenerateRequest(prompt=Conversation(turns[:1], ["{}"] * 257, True)))
     assert_refused(error, "chat.tools", 257, 256)
+
+
+def test_b101_what_a_conversation_says_in_json_is_bounded_in_all() -> None:
+    def asked(messages: list[ChatMessage], tools: list[str]) -> GenerateRequest:
+        return GenerateRequest(prompt=Conversation(messages, tools, add_generation_prompt=True))
+
+    def turn(num_calls: int, arguments: str = "{}") -> ChatMessage:
+        return ChatMessage("assistant", "", tool_calls=(ToolCall("", "f", arguments),) * num_calls)
+
+    valid(asked([turn(256)] * 16, ["{}" * 1024] * 256))
+    error = refusal(asked([turn(256)] * 16 + [turn(1)], []))
+    assert_refused(error, "chat.messages", 4097, 4096)
+    error = refusal(asked([turn(1)], ["x" * 262_145] * 2))
+    assert_refused(error, "chat.tools", 524_290, 524_288)
+    error = refusal(asked([turn(1), turn(2, "x" * 524_289)], []))
+    assert_refused(error, "chat.messages", 524_289, 524_288)
 
 
 @pytest.mark.parametrize("n", [17, 10**6, -1])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from protos.v1 import common_pb2
+from protos.v1 import common_pb2, router_pb2, scheduler_pb2
+from router import wire
+from router.http.answers import Answer
 from router.http.app import HttpApp
 from router.http.server import HttpDoor
+from router.request_log import TokenLogprobs
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router.stack import Rig, Start, letters
@@ -235,6 +239,138 @@ async def test_b69_b70_logprobs_have_an_entry_for_each_token_streamed_or_not(ser
             assert logprobs["top_logprobs"][0] == {"a": -0.5, "bytes:\\xc3": -2}
 
 
+def many_logprobs(count: int) -> tuple[list[int], list[common_pb2.TokenLogprobs]]:
+    ids = [97 + i % 26 for i in range(count - 1)] + [tiny_model.EOS_ID]
+    tops = {"top_token_ids": [97, 98, 99, 100], "top_logprobs": [-1.0, -2.0, -3.0, -4.0]}
+    return ids, [common_pb2.TokenLogprobs(token_id=t, logprob=-0.5, rank=1, **tops) for t in ids]
+
+
+@pytest.mark.parametrize("count", [3, 400])
+async def test_many_logprobs_are_put_into_words_beside_the_loop_at_every_door(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    threads = set()
+
+    def noting(told: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any) -> Any:
+            threads.add(threading.get_ident())
+            return told(*args)
+
+        return made
+
+    for owner, name in ((Answer, "whole"), (Answer, "chunks"), (wire, "response"), (wire, "_token_logprobs")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
+    ids, rows = many_logprobs(count)
+    asked = {"messages": HI, "logprobs": True, "top_logprobs": 4, "return_token_ids": True}
+    request = router_pb2.GenerateRequest(text="Hi", sampling={"logprobs": 4})
+
+    async def of_a_stream() -> list[int]:
+        response = await rig.post("/v1/chat/completions", **asked, stream=True)
+        chunks = [choice for chunk in events(response.text) for choice in chunk["choices"]]
+        assert sum(len(chunk["logprobs"]["content"]) for chunk in chunks if chunk["logprobs"]) == count
+        return [token for chunk in chunks for token in chunk.get("token_ids", ())]
+
+    async def of_a_whole_answer() -> list[int]:
+        (choice,) = (await rig.post("/v1/chat/completions", **asked)).json()["choices"]
+        assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [4] * count
+        return list(choice["token_ids"])
+
+    async def of_a_grpc_stream() -> list[int]:
+        deltas = [event.delta async for event in rig.router.stub.Generate(request)]
+        assert sum(len(delta.logprobs) for delta in deltas) == count
+        return [token for delta in deltas for token in delta.token_ids]
+
+    async def of_a_grpc_answer() -> list[int]:
+        (choice,) = (await rig.router.stub.Complete(request)).choices
+        assert len(choice.logprobs) == count
+        return list(choice.token_ids)
+
+    async with serve() as rig:
+        for number, ask in enumerate((of_a_stream, of_a_whole_answer, of_a_grpc_stream, of_a_grpc_answer), 1):
+            threads.clear()
+            call = asyncio.create_task(ask())
+            submit = await rig.scheduler.submitted(number)
+            await rig.scheduler.give(submit, ids, logprobs=rows, finish=STOP)
+            assert await call == ids
+            assert bool(threads - {threading.get_ident()}) == (count > 100), ask.__name__
+        await rig.router.quiet()
+
+
+@pytest.mark.parametrize("count", [3, 300])
+async def test_many_logprobs_of_a_prompt_are_taken_in_beside_the_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    threads, told = set(), wire._logprobs
+
+    def noting(entry: common_pb2.TokenLogprobs) -> TokenLogprobs:
+        threads.add(threading.get_ident())
+        return told(entry)
+
+    monkeypatch.setattr(wire, "_logprobs", noting)
+    scheduler = ScriptedScheduler()
+    assert scheduler.welcome is not None
+    scheduler.welcome.features.append("prompt_logprobs")
+    async with serve(scheduler) as rig:
+        asked = {"prompt": [97] * count, "prompt_logprobs": 0, "max_tokens": 1}
+        call = asyncio.create_task(rig.post("/v1/completions", **asked))
+        handle = (await rig.scheduler.submitted()).handle
+        output = scheduler_pb2.StepOutput(handles=[handle], num_tokens=[1], token_ids=[tiny_model.EOS_ID])
+        output.started.add(handle=handle)
+        rows = [common_pb2.TokenLogprobs(token_id=97, logprob=-0.5, rank=1)] * (count - 1)
+        output.prompt_logprobs.add(handle=handle, first_position=1, tokens=rows)
+        output.finished.add(handle=handle, reason=STOP)
+        await rig.scheduler.send(output)
+        (choice,) = (await call).json()["choices"]
+        assert len(choice["prompt_logprobs"]) == count
+        assert (threads == {threading.get_ident()}) == (count == 3)
+        await rig.router.quiet()
+
+
+async def test_a_whole_answer_of_more_logprobs_than_are_kept_is_given_up_and_a_stream_goes_on(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.call.MAX_WHOLE_NUMBERS", 50)
+    ids, rows = many_logprobs(12)
+    asked = {"prompt": ["a", "b"], "logprobs": 4, "max_tokens": 20}
+    async with serve() as rig:
+        refused = asyncio.create_task(rig.error("/v1/completions", **asked))
+        await rig.scheduler.submitted(2)
+        for submit in rig.scheduler.submits[:2]:
+            await rig.scheduler.give(submit, ids[:6], logprobs=rows[:6])
+        status, error = await refused
+        assert (status, error["param"]) == (400, "logprobs")
+        assert "50" in error["message"]
+        await rig.scheduler.until(lambda: len(rig.scheduler.cancels) == 2)
+        streamed = asyncio.create_task(rig.post("/v1/completions", **asked, stream=True))
+        await rig.scheduler.submitted(4)
+        for submit in rig.scheduler.submits[2:]:
+            await rig.scheduler.give(submit, ids, logprobs=rows, finish=STOP)
+        assert reasons(events((await streamed).text)) == {0: ["stop"], 1: ["stop"]}
+        await rig.router.quiet()
+
+
+async def test_the_loop_turns_between_the_prompts_of_one_call(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, seen = 0, []
+
+    async def turning() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with serve(ScriptedScheduler(script=letters("ok"))) as rig:
+        tokenizer = rig.router.intake.model.tokenizer
+        monkeypatch.setattr(
+            type(tokenizer), "encode", lambda _, text, **_how: [seen.append(turns), *text.encode()][1:]
+        )
+        ticking = asyncio.create_task(turning())
+        await rig.post("/v1/completions", prompt=["a"] * 40, max_tokens=1)
+        ticking.cancel()
+    assert len(set(seen)) == 40
+
+
 async def test_a_stop_token_id_of_the_client_is_told_and_an_end_token_is_not(serve: Serve) -> None:
     async with serve() as rig:
         for count, (token, told) in enumerate([(98, 98), (tiny_model.EOS_ID, None)], 1):
@@ -243,6 +379,19 @@ async def test_a_stop_token_id_of_the_client_is_told_and_an_end_token_is_not(ser
             await rig.scheduler.give(submit, [97, token], finish=STOP, matched_token_id=token)
             (choice,) = (await call).json()["choices"]
             assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "stop", told)
+
+
+@DOORS
+async def test_usage_so_far_comes_with_each_chunk_where_it_is_asked(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serve(ScriptedScheduler(script=letters("abcdef"))) as rig:
+        *chunks, last = events((await rig.post(path, **body, stream=True, stream_options=options)).text)
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert told == sorted(told)
+    assert told[-1] == last["usage"]["completion_tokens"] == 7
+    assert all(chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for chunk in chunks)
 
 
 # --- refusals ---------------------------------------------------------------------------------------

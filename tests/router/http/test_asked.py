@@ -102,6 +102,9 @@ def test_b102_choices_are_counted_over_all_prompts() -> None:
         {"request_id": "x" * 125},
         {"best_of": 2},
         {"suffix": "end"},
+        {"store": True},
+        {"service_tier": "flex"},
+        {"metadata": "a"},
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_object", "x": 1}},
         {"logprobs": 6},
@@ -122,6 +125,13 @@ def test_b102_choices_are_counted_over_all_prompts() -> None:
 )
 def test_a_wrong_or_unsupported_field_is_refused_by_name(fields: dict[str, object]) -> None:
     assert re.match(r"\w+", refusal(completion, **fields).field)[0] in fields  # type: ignore[index]
+
+
+def test_usage_with_each_chunk_needs_usage() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True, stream_options=options).continuous_usage
+    error = refusal(completion, stream=True, stream_options=options | {"include_usage": False})
+    assert error.field == "stream_options.continuous_usage_stats"
 
 
 def test_unknown_stream_options_are_refused_by_name() -> None:
@@ -210,6 +220,7 @@ def test_one_stop_may_stand_alone() -> None:
     [
         ({}, None),
         ({"logprobs": False}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
         ({"logprobs": True}, 0),
         ({"logprobs": True, "top_logprobs": 2}, 2),
     ],
@@ -218,7 +229,7 @@ def test_b69_logprobs_of_a_chat(fields: dict[str, object], logprobs: int | None)
     assert chat(**fields).requests[0].sampling.logprobs == logprobs
 
 
-@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"top_logprobs": 0, "logprobs": False}])
+@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"top_logprobs": 1, "logprobs": False}])
 def test_b69_alternatives_need_logprobs(fields: dict[str, object]) -> None:
     assert refusal(chat, **fields).field == "top_logprobs"
 
@@ -227,6 +238,20 @@ def test_either_name_of_the_length_is_taken_and_both_are_refused() -> None:
     assert chat(max_tokens=3).requests[0].sampling.max_tokens == 3
     assert chat(max_completion_tokens=3).requests[0].sampling.max_tokens == 3
     assert refusal(chat, max_tokens=3, max_completion_tokens=3).field == "max_tokens"
+
+
+def test_what_popular_tools_say_beside_their_question_is_taken_where_nothing_depends_on_it() -> None:
+    labels = {"user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "metadata": {"run": "7"}}
+    off = {"store": False, "service_tier": "auto", "stream_options": {"include_obfuscation": False}}
+    assert completion(stream=True, **labels, **off).stream
+    assert chat(stream=True, **labels, **off, parallel_tool_calls=False, modalities=["text"]).stream
+    assert refusal(chat, modalities=["text", "audio"]).field == "modalities"
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    echoed = {"role": "assistant", "content": "a", "refusal": None, "annotations": [], "tool_calls": [call]}
+    marked = {"role": "user", "content": "b", "type": "text"}
+    assert [m.content for m in conversation(messages=[echoed, marked]).messages] == ["a", "b"]
+    cited = echoed | {"annotations": [{"type": "url_citation"}]}
+    assert refusal(chat, messages=[cited]).field == "messages[0].annotations"
 
 
 def test_a_message_may_be_a_list_of_texts() -> None:

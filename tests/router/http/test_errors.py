@@ -43,5 +43,9 @@ def test_b94_when_to_try_again_is_told_in_whole_seconds_and_exactly() -> None:
     assert told.headers == {"retry-after": "2", "retry-after-ms": "1250"}
 
 
+def test_openais_clients_do_not_ask_again_when_the_time_they_gave_is_over() -> None:
+    assert answer(RequestError(Code.DEADLINE_EXCEEDED, "late")).headers == {"x-should-retry": "false"}
+
+
 def test_https_own_refusals_keep_their_status() -> None:
     assert answer(HttpError(413, "body_too_large", "too long")).status == 413

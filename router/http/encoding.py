@@ -1,0 +1,60 @@
+"""Values as JSON: strictly valid, in UTF-8, and long ones in pieces.
+
+json's own encoder holds the interpreter's lock from the first byte to the last, in whatever thread. So what
+may be long is put together from pieces that take a millisecond or two.
+
+Pure. It must not know what the values mean.
+"""
+
+import json
+from collections import abc
+from typing import Any, Final
+
+_ENTRIES: Final = 32
+_CHARACTERS: Final = 64 * 1024
+
+
+def encoded(value: Any, *, is_long: bool = False) -> bytes:
+    """The value; the same bytes whether it is said to be long or not."""
+    return b"".join(_pieces(value)) if is_long else _text(value).encode(errors="replace")
+
+
+def event(value: Any, *, is_long: bool = False) -> bytes:
+    """The value as one server-sent event."""
+    return b"data: " + encoded(value, is_long=is_long) + b"\n\n"
+
+
+def _pieces(value: Any, depth: int = 0) -> abc.Iterator[bytes]:
+    """Objects are opened, and so are those in a list of the whole value, its choices; other lists are cut."""
+    match value:
+        case dict() if value:
+            before = b"{"
+            for name, inner in value.items():
+                yield before + encoded(name) + b":"
+                yield from _pieces(inner, depth + 1)
+                before = b","
+            yield b"}"
+        case [dict(), *_] if depth == 1:
+            before = b"["
+            for inner in value:
+                yield before
+                yield from _pieces(inner, depth + 1)
+                before = b","
+            yield b"]"
+        case list() | tuple() if len(value) > _ENTRIES:
+            before = b"["
+            for first in range(0, len(value), _ENTRIES):
+                yield before + encoded(value[first : first + _ENTRIES])[1:-1]
+                before = b","
+            yield b"]"
+        case str() if len(value) > _CHARACTERS:
+            yield b'"'
+            for first in range(0, len(value), _CHARACTERS):
+                yield encoded(value[first : first + _CHARACTERS])[1:-1]
+            yield b'"'
+        case _:
+            yield encoded(value)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
