@@ -56,6 +56,15 @@ def from_flags(options: argparse.Namespace) -> Router:
         raise AddressError(str(error)) from error
 
 
+def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, Router]:
+    """The options, those of `add_flags` among them; a wrong one ends the process with its sentence."""
+    options = parser.parse_args(argv)
+    try:
+        return options, from_flags(options)
+    except AddressError as error:
+        parser.error(str(error))
+
+
 @contextlib.asynccontextmanager
 async def router_at(router: Router) -> "AsyncIterator[router_pb2_grpc.RouterAsyncStub]":
     """A stub of the router; its calls take `router.metadata`. One that fails inside raises ChairliftError.

@@ -13,6 +13,7 @@ from chairlift.lab.changes import add_flags, change_of
 from chairlift.lab.fit import FitError
 from chairlift.lab.replay import DifferentError, Report, UnreadableError, replay_file
 from chairlift.lab.what_if import Change, Latencies, fitted, modelled, recorded
+from chairlift.parser import Parser
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift replay",
         description=about(__doc__),
         epilog="With any of the settings, the recorded load is run under them besides (docs/lab.md).",

@@ -13,6 +13,7 @@ import platform
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -87,14 +88,19 @@ def processor_features() -> frozenset[str]:
     return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
 
 
-def built(instruction_set: InstructionSet) -> Path:
-    """The shared object for `instruction_set`, built if there is none yet. Raises KernelsUnavailableError."""
+def built(instruction_set: InstructionSet, tell: Callable[[str], None] | None = None) -> Path:
+    """The shared object for `instruction_set`, built if there is none yet: `tell` gets a line before that.
+
+    Raises KernelsUnavailableError.
+    """
     sources = sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("*.cpp")])
     digest = hashlib.sha256("\0".join([*FLAGS, *instruction_set.flags]).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     path = cache_directory() / f"kernels-{instruction_set.name}-{digest.hexdigest()[:16]}.so"
     if not path.exists():
+        if tell is not None:
+            tell(f"building the {instruction_set.name} kernels with {COMPILER}, once; it takes some seconds")
         started = time.monotonic()
         _build(instruction_set, path)
         log.info("kernels_built", path=str(path), seconds=round(time.monotonic() - started, 2))

@@ -184,7 +184,7 @@ class Kernels:
 
     def __init__(self, instruction_set: InstructionSet, num_threads: int) -> None:
         """Raises KernelsUnavailableError."""
-        path = built(instruction_set)
+        path = built(instruction_set, tell=_tell)
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -203,6 +203,11 @@ class Kernels:
         self.choose_tokens = function("choose_tokens", POINTER(SamplingCall))
         if not self.start(num_threads):
             raise KernelsUnavailableError(f"the system does not let us use {instruction_set.name}")
+
+
+def _tell(line: str) -> None:
+    """To whoever waits for the start, at any log level."""
+    print(line, flush=True)  # noqa: T201 - as a service tells where it listens
 
 
 def fastest(num_threads: int) -> Kernels:

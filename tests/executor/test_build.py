@@ -41,6 +41,15 @@ def test_a_source_is_built_once_and_its_successor_beside_it(small_source: Path, 
     assert sorted((tmp_path / "cache").iterdir()) == sorted([first, other])
 
 
+def test_who_waits_for_a_build_is_told_before_it_and_only_then(
+    small_source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        with pytest.raises(AttributeError):  # it has none of our functions
+            library.Kernels(PLAIN, num_threads=1)
+    assert capsys.readouterr().out == "building the plain kernels with g++, once; it takes some seconds\n"
+
+
 def test_what_another_machine_has_built_needs_no_compiler(
     small_source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
