@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 
+import rpc.quiet  # noqa: F401 - before anything of ours imports grpc
 from chairlift.origins import foreign_packages
 from chairlift.parser import Parser
 

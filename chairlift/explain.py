@@ -3,13 +3,13 @@
 import asyncio
 import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from chairlift.about import about
 from chairlift.calls import Router, add_flags, parsed, router_at
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
+from chairlift.tables import show
 from protos.v1 import router_pb2
 
 _BAR_CHARACTERS = 12
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     except ChairliftError as error:
         print(f"chairlift explain: {error}", file=sys.stderr)
         return 1
-    Console(highlight=False).print(table(response))
+    show(table(response))
     return 0
 
 

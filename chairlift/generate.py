@@ -8,6 +8,7 @@ import sys
 from chairlift.asking import Options, Prompt
 from chairlift.calls import add_flags, parsed
 from chairlift.client import AsyncClient
+from chairlift.flag_numbers import positive
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError, FinishReason, Message
 
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     held.add_argument("--regex", help="the whole answer matches this regular expression")
     held.add_argument("--choice", action="append", help="the answer is one of these; may be repeated")
     parser.add_argument("--n", type=int, default=1, help="how many answers (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, help="give up after so many seconds")
+    parser.add_argument("--timeout", type=positive, help="give up after so many seconds")
     add_flags(parser)
     return parser
 

@@ -14,6 +14,7 @@ from chairlift.lab.fit import FitError
 from chairlift.lab.replay import DifferentError, Report, UnreadableError, replay_file
 from chairlift.lab.what_if import Change, Latencies, fitted, modelled, recorded
 from chairlift.parser import Parser
+from chairlift.tables import show
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
         print(_told(report))
         change = change_of(options)
         if change is not None:
-            Console().print(_compared(report, change))
+            show(_compared(report, change))
     except (UnreadableError, FitError, OSError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         print(f"chairlift replay: {options.record}: {why}", file=sys.stderr)

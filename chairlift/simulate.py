@@ -19,6 +19,7 @@ from chairlift.lab.schemes import SCHEMES
 from chairlift.lab.setups import Choice, SetupError, add_flags, at_rate, choice_of
 from chairlift.lab.step_times import StepTimesError
 from chairlift.parser import Parser
+from chairlift.tables import show
 
 _ADVANCE_EVERY = 64  # requests: a bar that moves more often costs more than it tells
 
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
         return 130
     if not options.quiet:
         for rate, (summaries, _) in zip(options.rates or [None], runs, strict=True):
-            Console().print(table(summaries, rate))
+            show(table(summaries, rate))
     return 0
 
 

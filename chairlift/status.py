@@ -3,7 +3,6 @@
 import asyncio
 import sys
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -11,6 +10,7 @@ from chairlift.about import about
 from chairlift.calls import Router, add_flags, parsed, router_at
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
+from chairlift.tables import show
 from protos.v1 import router_pb2
 
 
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     except ChairliftError as error:
         print(f"chairlift status: {error}", file=sys.stderr)
         return 1
-    Console(highlight=False).print(table(status, str(router.address)))
+    show(table(status, str(router.address)))
     return 1 if status.refusal else 0
 
 

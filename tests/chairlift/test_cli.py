@@ -67,11 +67,10 @@ def test_ctrl_c_ends_any_command_without_a_word(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("argv", [["key"], ["pull", "--help"]])
-def test_a_reader_that_has_gone_ends_a_command_without_a_word(argv: list[str]) -> None:
+def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "chairlift", *argv]
+    command = [sys.executable, "-m", "chairlift", "key"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -85,6 +85,17 @@ async def test_an_answer_that_was_cut_off_is_exit_code_1(
     assert "--timeout" in capsys.readouterr().err
 
 
+async def test_a_router_that_does_not_answer_in_time_is_told_with_the_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = FakeRouter()
+    router.events, router.wait = [], asyncio.Event()
+    assert await run(router, tmp_path, "Hi", "--timeout", "0.2") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("chairlift generate: the time given was over before the router at unix:")
+    assert said.endswith(" had answered [DEADLINE_EXCEEDED]\n")
+
+
 def test_nobody_there_is_told_with_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"unix:{tmp_path}/nobody.sock"
     assert generate.main(["Hi", "--address", address]) == 1
@@ -96,6 +107,7 @@ def test_nobody_there_is_told_with_the_address(tmp_path: Path, capsys: pytest.Ca
     [
         (["Hi", "--address", "nowhere"], "--address is 'nowhere': an address is"),
         (["Hi", "--max-tokens", "few"], "--max-tokens: it is 'few', and must be a whole number"),
+        (["Hi", "--timeout", "-1"], "--timeout: it is '-1', and must be a number above 0"),
         (["Hi", "--temperature", "warm"], "--temperature: it is 'warm', and must be a number"),
         (["Hi", "--tls-ca", "/no/such/file"], "--tls-ca is /no/such/file: no such file"),
         (["Hi", "--ski"], "unrecognized arguments: --ski"),
