@@ -45,7 +45,8 @@ def test_who_waits_for_a_build_is_told_before_it_and_only_then(
     small_source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        with pytest.raises(AttributeError):  # it has none of our functions
+        # It has none of our functions.
+        with capture_logs(), pytest.raises(AttributeError):
             library.Kernels(PLAIN, num_threads=1)
     assert capsys.readouterr().out == "building the plain kernels with g++, once; it takes some seconds\n"
 

@@ -69,9 +69,7 @@ async def test_an_executor_that_takes_the_call_and_does_not_answer_is_told_as_th
 
     monkeypatch.setattr(executor_client, "OPEN_TIMEOUT_SECONDS", 0.2)
     async with serving_executor(Silent(), address):
-        with pytest.raises(
-            ExecutorUnreachableError, match=r"^it takes the call and does not answer in time$"
-        ):
+        with pytest.raises(ExecutorUnreachableError, match=r"^it takes the call and does not answer"):
             await client.open("a")
 
 
