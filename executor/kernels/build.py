@@ -10,6 +10,7 @@ can bring what `python -m executor.kernels` has built elsewhere.
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 import time
@@ -99,10 +100,8 @@ def built(instruction_set: InstructionSet, tell: Callable[[str], None] | None = 
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     path = cache_directory() / f"kernels-{instruction_set.name}-{digest.hexdigest()[:16]}.so"
     if not path.exists():
-        if tell is not None:
-            tell(f"building the {instruction_set.name} kernels with {COMPILER}, once; it takes some seconds")
         started = time.monotonic()
-        _build(instruction_set, path)
+        _build(instruction_set, path, tell)
         log.info("kernels_built", path=str(path), seconds=round(time.monotonic() - started, 2))
     return path
 
@@ -116,18 +115,30 @@ def cache_directory() -> Path:
     return Path.home() / ".cache" / "chairlift"
 
 
-def _build(instruction_set: InstructionSet, path: Path) -> None:
+def _build(instruction_set: InstructionSet, path: Path, tell: Callable[[str], None] | None) -> None:
+    if shutil.which(COMPILER) is None:
+        raise KernelsUnavailableError(
+            f"there is no compiler {COMPILER} to build the kernels with: install it, or bring what "
+            "`python -m executor.kernels` has built elsewhere"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             unfinished = Path(folder) / path.name
+            if tell is not None:
+                tell(
+                    f"building the {instruction_set.name} kernels with {COMPILER}, once; it takes some seconds"
+                )
             _output(
                 *(COMPILER, *FLAGS, *instruction_set.flags),
                 *("-o", str(unfinished), str(SOURCES / "kernels.cpp")),
             )
             unfinished.replace(path)
     except OSError as error:
-        raise KernelsUnavailableError(f"the kernels cannot be written to {path.parent}: {error}") from error
+        raise KernelsUnavailableError(
+            f"the kernels cannot be written to {path.parent} ({error.strerror or error}): name another folder "
+            "by CHAIRLIFT_CACHE_DIR"
+        ) from error
 
 
 def _output(*command: str) -> str:
@@ -135,10 +146,6 @@ def _output(*command: str) -> str:
         done = subprocess.run(  # noqa: S603 - the words are our own
             command, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS
         )
-    except FileNotFoundError as error:
-        raise KernelsUnavailableError(
-            f"there is no compiler {command[0]} to build the kernels with"
-        ) from error
     except subprocess.TimeoutExpired as error:
         raise KernelsUnavailableError(f"{command[0]} did not end within {BUILD_SECONDS} s") from error
     if done.returncode != 0:

@@ -217,7 +217,8 @@ def fastest(num_threads: int) -> Kernels:
         try:
             return Kernels(instruction_set, num_threads)
         except KernelsUnavailableError as reason:
-            log.warning("kernels_unavailable", instruction_set=instruction_set.name, reason=str(reason))
+            if str(reason) not in reasons:  # what all of them lack is said once
+                log.warning("kernels_unavailable", instruction_set=instruction_set.name, reason=str(reason))
             reasons.append(str(reason))
     raise KernelsUnavailableError(
         reasons[-1]

@@ -93,8 +93,10 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(KernelsUnavailableError, match="cannot be written"):
-        build.built(PLAIN)
+    with pytest.raises(
+        KernelsUnavailableError, match=r"cache \(.*\): name another folder by CHAIRLIFT_CACHE_DIR"
+    ):
+        build.built(PLAIN, tell=pytest.fail)
 
 
 def test_a_compiler_that_hangs_is_given_up(small_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +139,9 @@ def test_without_a_compiler_torch_computes_the_same_and_the_log_says_so(
         model = load(folder)
     selected = next(line for line in logs if line["event"] == "operations_selected")
     assert "there is no compiler no-such-compiler" in selected["no_kernels"]
+    assert "install it" in selected["no_kernels"]
+    warned = [line["reason"] for line in logs if line["event"] == "kernels_unavailable"]
+    assert warned == [selected["no_kernels"]] * bool(build.available()), "said once for all instruction sets"
     assert not model.row_invariant
     assert "torch, reference attention" in model.fingerprints.numerics
     difference = one_shot_logits(model, TEXT) - reference_logits(folder, TEXT)
