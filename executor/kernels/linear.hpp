@@ -111,7 +111,8 @@ static void linear(const LinearCall& it, int finishing) {
             for (int row = first_row; row < end_row; row += BLOCK) {
                 int num_rows = row + BLOCK < end_row ? BLOCK : end_row - row;
                 const uint32_t* a = (const uint32_t*)it.rows + row * a_stride;
-                product<Type, 2>({a, a_stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums, PAIR},
+                product<Type, 2>({a, a_stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums, PAIR,
+                                  row == first_row},
                                  num_rows);
                 finish<Out>(it, finishing, sums, row, num_rows, pair);
             }

@@ -27,6 +27,7 @@ struct Operands {
     int segment_units;
     float* c;
     size_t c_stride;                  // floats from row to row
+    bool from_memory = false;         // the panels are read for the first time, one after the other
 };
 
 #ifdef __AVX512F__
@@ -105,6 +106,13 @@ static INLINE void release_tiles() {
     if (tiles_set_for) _tile_release(), tiles_set_for = 0;
 }
 
+// The processor reads ahead by itself, up to the end of a page of 4 KiB, huge pages or not. So while a page is read,
+// a step of a KiB each time, the first lines of the next one are asked for.
+static INLINE void ask_for_next_page(const uint32_t* at) {
+    uintptr_t address = (uintptr_t)at, page = 4096, next = (address & -page) + page;
+    __builtin_prefetch((const char*)(next + address % page / 1024 * 64));
+}
+
 template <int PANELS, bool LOWER>  // LOWER: there are rows from the seventeenth on
 static INLINE void tile_block(const Operands& it, int units_per_tile) {
     size_t a_bytes = it.a_stride * 4, b_bytes = it.b_stride * 4, c_bytes = it.c_stride * 4;
@@ -119,6 +127,7 @@ static INLINE void tile_block(const Operands& it, int units_per_tile) {
             _tile_loadd(6, b, b_bytes);
             _tile_loadd(4, upper_a, a_bytes);
             _tile_dpbf16ps(0, 4, 6);
+            if (it.from_memory) ask_for_next_page(b), ask_for_next_page(b + it.second_panel);
             if (PANELS > 1) {
                 _tile_loadd(7, b + it.second_panel, b_bytes);
                 _tile_dpbf16ps(1, 4, 7);

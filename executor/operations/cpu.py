@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor import memory
 from executor.attention.base import AttentionSpec
 from executor.inputs import SampleRow, StepInputs
 from executor.kernels.library import (
@@ -36,7 +37,7 @@ from executor.kernels.library import (
     StepArrays,
 )
 from executor.kv_cache import KVCache, LayerCache
-from executor.memory import Arena
+from executor.memory import HUGE_PAGE_BYTES, Arena
 from executor.operations.base import Activation, Linear, Norm, StepTensors
 from executor.operations.tape import Tapes
 from executor.philox import uniforms
@@ -78,11 +79,13 @@ class Buffers:
     """Tensors by name and shape, `[rows, width]`: zero from `width` to the row's padded end, for ever.
 
     The same name and shape give the same memory again; more rows than ever before make it anew, and `moved`
-    is called.
+    is called. In huge pages: a product writes rows that lie a page or more apart, more of them at a time than
+    the processor remembers addresses of small pages.
     """
 
     def __init__(self, moved: Callable[[], None]) -> None:
         self._moved = moved
+        self._arena = Arena()
         self._storage: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._views: dict[tuple[str, int, torch.dtype, int], Tensor] = {}
 
@@ -96,8 +99,14 @@ class Buffers:
         storage = self._storage.get(key)
         if storage is None or storage.shape[0] < num_rows:
             capacity = max(num_rows, 0 if storage is None else 2 * storage.shape[0])
-            storage = torch.zeros(capacity, padded(width, UNIT_PADDING), dtype=dtype)
-            self._storage[key] = storage
+            row_width = padded(width, UNIT_PADDING)
+            num_elements = capacity * row_width
+            # What fills huge pages of its own gives them back when it is made anew.
+            if num_elements * dtype.itemsize >= HUGE_PAGE_BYTES:
+                storage = memory.zeros((num_elements,), dtype)
+            else:
+                storage = self._arena.zeros(num_elements, dtype)
+            storage = self._storage[key] = storage.view(capacity, row_width)
             self._moved()
             self._views = {place: view for place, view in self._views.items() if place[:3] != key}
         view = self._views[*key, num_rows] = storage[:num_rows, :width]

@@ -31,7 +31,7 @@ def rows(name: str) -> list[tuple[str, str]]:
 
 ALL = [*rows("prompts.jsonl"), *rows("utf8_stress.jsonl")]
 FILES = sorted({file for file, _ in ALL})
-LONG = 2_000  # characters
+LONG = 200  # characters
 
 
 def said_back(submit: scheduler_pb2.Submit) -> list[int]:
