@@ -126,9 +126,7 @@ def _build(instruction_set: InstructionSet, path: Path, tell: Callable[[str], No
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             unfinished = Path(folder) / path.name
             if tell is not None:
-                tell(
-                    f"building the {instruction_set.name} kernels with {COMPILER}, once; it takes some seconds"
-                )
+                tell(f"building the {instruction_set.name} kernels with {COMPILER}, once; it takes seconds")
             _output(
                 *(COMPILER, *FLAGS, *instruction_set.flags),
                 *("-o", str(unfinished), str(SOURCES / "kernels.cpp")),
@@ -136,8 +134,8 @@ def _build(instruction_set: InstructionSet, path: Path, tell: Callable[[str], No
             unfinished.replace(path)
     except OSError as error:
         raise KernelsUnavailableError(
-            f"the kernels cannot be written to {path.parent} ({error.strerror or error}): name another folder "
-            "by CHAIRLIFT_CACHE_DIR"
+            f"the kernels cannot be written to {path.parent} ({error.strerror or error}): name another "
+            "folder by CHAIRLIFT_CACHE_DIR"
         ) from error
 
 

@@ -48,7 +48,7 @@ def test_who_waits_for_a_build_is_told_before_it_and_only_then(
         # It has none of our functions.
         with capture_logs(), pytest.raises(AttributeError):
             library.Kernels(PLAIN, num_threads=1)
-    assert capsys.readouterr().out == "building the plain kernels with g++, once; it takes some seconds\n"
+    assert capsys.readouterr().out == "building the plain kernels with g++, once; it takes seconds\n"
 
 
 def test_what_another_machine_has_built_needs_no_compiler(
