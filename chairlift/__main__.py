@@ -8,9 +8,12 @@ import argparse
 import importlib
 import importlib.metadata
 import os
+import signal
 import sys
 
+import rpc.quiet  # noqa: F401 - before anything of ours imports grpc
 from chairlift.origins import foreign_packages
+from chairlift.parser import Parser
 
 _COMMANDS = {
     "serve": "serve a model on this machine: router, scheduler and executor",
@@ -49,15 +52,29 @@ def main(argv: list[str] | None = None) -> int:
         # An exec, not a child: signals, exit code and process id are the service's own.
         os.execv(sys.executable, [sys.executable, "-m", command, *rest])  # noqa: S606 - our own module
     if command in _COMMANDS:
-        exit_code: int = importlib.import_module(f"chairlift.{command}").main(rest)
-        return exit_code
+        return _run(command, rest)
     _parser().parse_args([command, *rest])  # prints help or version, or refuses the command
     return 0
 
 
+def _run(command: str, argv: list[str]) -> int:
+    """One command to its end. Ctrl-C, and a reader that has gone (`| head`), end it without a word."""
+    try:
+        try:
+            exit_code: int = importlib.import_module(f"chairlift.{command}").main(argv)
+            return exit_code
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        return 128 + signal.SIGPIPE
+
+
 def _parser() -> argparse.ArgumentParser:
     lines = [f"  {name:<12} {text}" for name, text in (_COMMANDS | _SERVICES).items()]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift",
         usage="chairlift COMMAND [FLAGS]",
         description="An LLM server whose batch is re-formed at every model iteration.",
@@ -65,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=_version())
-    parser.add_argument("command", choices=[*_COMMANDS, *_SERVICES], nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("COMMAND", choices=[*_COMMANDS, *_SERVICES], nargs="?", help=argparse.SUPPRESS)
     return parser
 
 

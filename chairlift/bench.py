@@ -3,6 +3,8 @@
 import argparse
 import importlib
 
+from chairlift.parser import Parser
+
 _KINDS = {
     "offline": "a workload file, all at once: seconds and tokens",
     "serve": "an open load on a running server: times to first token and between tokens, goodput",
@@ -16,13 +18,13 @@ def main(argv: list[str]) -> int:
         exit_code: int = importlib.import_module(f"chairlift.bench_{kind}").main(rest)
         return exit_code
     lines = [f"  {name:<12} {text}" for name, text in _KINDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift bench",
         usage="chairlift bench KIND …",
         description="Measures a model or a running server; anyone can, on their own.",
         epilog="\n".join(["kinds:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("kind", choices=list(_KINDS), help=argparse.SUPPRESS)
+    parser.add_argument("KIND", choices=list(_KINDS), help=argparse.SUPPRESS)
     parser.parse_args(argv)
     return 0

@@ -10,6 +10,7 @@ them to the last token. Loading and a short warm-up are outside. All of it goes 
 on the same cores: nothing is measured that a client would not get.
 """
 
+import argparse
 import asyncio
 import json
 import random
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.calls import Router, router_at
+from chairlift.flag_files import to_write
 from chairlift.own_service import own_service
 from chairlift.results import ChairliftError
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
@@ -40,7 +42,7 @@ class Work:
 
 def main(argv: list[str]) -> int:
     """Runs the workload; returns the exit code."""
-    if not argv or "--help" in argv or "-h" in argv:
+    if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
     *flags, workload, result = argv if len(argv) > 1 else ["-", "-"]
@@ -48,8 +50,12 @@ def main(argv: list[str]) -> int:
         print("chairlift bench offline: two files come last: WORKLOAD.json RESULT.json", file=sys.stderr)
         return 2
     try:
+        to_write(result)
         works = read_workload(Path(workload))
         seconds, outputs = asyncio.run(_measure(flags, works))
+    except argparse.ArgumentTypeError as error:
+        print(f"chairlift bench offline: RESULT.json: {error}", file=sys.stderr)
+        return 2
     except (StartError, ChairliftError) as error:
         print(f"chairlift bench offline: {error}", file=sys.stderr)
         return 2
@@ -69,8 +75,10 @@ def read_workload(path: Path) -> list[Work]:
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StartError(f"{path}: {error}") from error
+    except OSError as error:
+        raise StartError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise StartError(f"{path} is not JSON: {error}") from error
     requests = raw.get("requests") if isinstance(raw, Mapping) else None
     if not isinstance(requests, list) or not requests:
         raise StartError(f"{path}: requests is missing or empty; it must be a list of requests")

@@ -26,8 +26,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, router_at
+from chairlift.flag_files import to_write
 from chairlift.flag_numbers import positive, whole
 from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, read_trace, report, until
+from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from protos.v1 import common_pb2, router_pb2
 from rpc.address import AddressError
@@ -64,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift bench serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=whole, help="ids are below it (default: the model's, or 32,000)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same load (default: 0)")
     parser.add_argument("--warm-up", type=int, default=2, help="requests before the load (default: 2)")
-    parser.add_argument("--result", type=Path, help="a JSON file to write")
-    parser.add_argument("--plot", type=Path, help="a PNG file to draw")
+    parser.add_argument("--result", type=to_write, help="a JSON file to write")
+    parser.add_argument("--plot", type=to_write, help="a PNG file to draw")
     return parser
 
 

@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
 from chairlift.about import about
+from chairlift.flag_files import to_write
 from chairlift.lab.fit import Fit, FitError, Measured, fit
+from chairlift.parser import Parser
 from chairlift.step_driver import Epoch, ExecutorDriver, Failure, Stream, ended_by
 from protos.v1 import common_pb2, executor_pb2
 from rpc import tls
@@ -179,13 +180,13 @@ async def calibrate(
 
 def main(argv: list[str]) -> int:
     """Measures, prints the errors of the fit, writes the prices; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift calibrate",
         description=about(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the executor")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the prices go; default: shown")
+    parser.add_argument("--out", type=to_write, metavar="FILE", help="where the prices go; default: shown")
     tls.add_flags(parser)
     options = parser.parse_args(argv)
 

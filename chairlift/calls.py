@@ -18,6 +18,7 @@ from rpc.errors import RequestError, StartError, from_call
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 API_KEY_VARIABLE = "CHAIRLIFT_API_KEY"
+_TIME_IS_OVER = "Deadline Exceeded"  # gRPC's own words, on the client's side
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -56,6 +57,15 @@ def from_flags(options: argparse.Namespace) -> Router:
         raise AddressError(str(error)) from error
 
 
+def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, Router]:
+    """The options, those of `add_flags` among them; a wrong one ends the process with its sentence."""
+    options = parser.parse_args(argv)
+    try:
+        return options, from_flags(options)
+    except AddressError as error:
+        parser.error(str(error))
+
+
 @contextlib.asynccontextmanager
 async def router_at(router: Router) -> "AsyncIterator[router_pb2_grpc.RouterAsyncStub]":
     """A stub of the router; its calls take `router.metadata`. One that fails inside raises ChairliftError.
@@ -73,7 +83,7 @@ async def router_at(router: Router) -> "AsyncIterator[router_pb2_grpc.RouterAsyn
 
 
 def failure(refusal: RequestError, router: Router) -> ChairliftError:
-    """A refusal as the caller gets it; gRPC's own words for "nobody is there" become ours."""
+    """A refusal as the caller gets it; gRPC's own words for what it notices itself become ours."""
     message = refusal.message
     if refusal.code is grpc.StatusCode.UNAVAILABLE:
         why = tls.explained(message, router.certificates)
@@ -81,6 +91,8 @@ def failure(refusal: RequestError, router: Router) -> ChairliftError:
             message = f"nobody answers at {router.address} (is `chairlift serve` running there?)"
         elif why is not None:
             message = f"no connection to the router at {router.address}: {why}"
+    elif message == _TIME_IS_OVER:
+        message = f"the time given was over before the router at {router.address} had answered"
     return ChairliftError(
         refusal.code.name,
         message,

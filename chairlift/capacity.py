@@ -3,9 +3,9 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from chairlift.about import about
+from chairlift.flag_files import to_write
 from chairlift.lab.capacity import Targets, TargetsError, fewest_executors, highest_rate
 from chairlift.lab.loads import LoadError
 from chairlift.lab.run import Summary, settle, simulate
@@ -20,6 +20,7 @@ from chairlift.lab.setups import (
     with_executors,
 )
 from chairlift.lab.step_times import StepTimesError
+from chairlift.parser import Parser
 
 _TARGETS = {
     "first_token_p50": "median seconds to the first token",
@@ -32,7 +33,7 @@ _TARGETS = {
 
 def main(argv: list[str]) -> int:
     """Searches; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift capacity",
         description=about(__doc__),
         epilog="With --rate it tells how many executors that rate needs; without, the highest rate.",
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
     for name, text in _TARGETS.items():
         targets_group.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS", help=text)
     parser.add_argument("--scheme", choices=list(SCHEMES), default="chairlift", help="who schedules")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes what was found")
+    parser.add_argument("--json", type=to_write, metavar="FILE", help="writes what was found")
     options = parser.parse_args(argv)
     try:
         targets = _targets_of(options)

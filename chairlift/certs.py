@@ -5,7 +5,6 @@ both; the client's is a caller's alone. A tier's certificate names the hosts it 
 own name (as in docker-compose.yml), localhost and the loopback addresses, and what --host adds.
 """
 
-import argparse
 import datetime as dt
 import ipaddress
 import os
@@ -14,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chairlift.parser import Parser
 from rpc.errors import StartError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _CLOCKS_DIFFER = dt.timedelta(minutes=5)
 
 def main(argv: list[str]) -> int:
     """Writes the files; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift certs",
         description="Makes a CA and certificates of it, to try TLS with. Who has ca.key can make more of "
         "them: for a service that matters, let your own CA make them.",

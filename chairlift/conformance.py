@@ -4,7 +4,6 @@ It takes the executor over, so run it on one that nobody uses. The checks are in
 are run and reported.
 """
 
-import argparse
 import asyncio
 import secrets
 import sys
@@ -15,6 +14,7 @@ from typing import Final
 
 import grpc
 
+from chairlift.parser import Parser
 from chairlift.protocol_checks import CHECKS, Check, Skipped, Subject
 from chairlift.step_driver import ExecutorDriver, Failure, ended_by
 from rpc import tls
@@ -100,7 +100,7 @@ def print_outcome(outcome: Outcome) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift conformance",
         description="Checks that an executor keeps the step protocol. It takes the executor over.",
     )

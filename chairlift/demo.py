@@ -4,7 +4,6 @@ A real service is started, asked and stopped three times: with the batch re-form
 with both kinds of request-level batching. It uses what any client has: Generate and Watch.
 """
 
-import argparse
 import asyncio
 import contextlib
 import string
@@ -22,6 +21,7 @@ from chairlift.about import about
 from chairlift.calls import Router, router_at
 from chairlift.figures import Answer, figures
 from chairlift.own_service import own_service
+from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.seats import Step, picture
 from chairlift.watch import step_of
@@ -67,7 +67,7 @@ class Run:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 when every question was answered three times."""
-    parser = argparse.ArgumentParser(prog="chairlift demo", description=about(__doc__))
+    parser = Parser(prog="chairlift demo", description=about(__doc__))
     parser.add_argument(
         "--model", default="smollm2", help="what `chairlift serve --model` takes (%(default)s)"
     )

@@ -1,36 +1,35 @@
 """`chairlift explain ID`: where the time of one request went, step by step, with reasons."""
 
-import argparse
 import asyncio
 import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from chairlift.about import about
-from chairlift.calls import Router, add_flags, from_flags, router_at
+from chairlift.calls import Router, add_flags, parsed, router_at
+from chairlift.parser import Parser
 from chairlift.results import ChairliftError
+from chairlift.tables import show
 from protos.v1 import router_pb2
-from rpc.address import AddressError
 
 _BAR_CHARACTERS = 12
 
 
 def main(argv: list[str]) -> int:
     """Asks the router and prints the time line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="chairlift explain", description=about(__doc__))
+    parser = Parser(prog="chairlift explain", description=about(__doc__))
     parser.add_argument("request_id", help="the id that was given with the request, or that the answer told")
     parser.add_argument(
         "--tenant", default="", help="whose request it is, for an admin's key; default: the key's own"
     )
     add_flags(parser)
-    options = parser.parse_args(argv)
+    options, router = parsed(parser, argv)
     try:
-        response = asyncio.run(_ask(from_flags(options), options.request_id, options.tenant))
-    except (AddressError, ChairliftError) as error:
+        response = asyncio.run(_ask(router, options.request_id, options.tenant))
+    except ChairliftError as error:
         print(f"chairlift explain: {error}", file=sys.stderr)
         return 1
-    Console(highlight=False).print(table(response))
+    show(table(response))
     return 0
 
 

@@ -6,6 +6,22 @@ MOST = 1e12
 """Below it a float is finite, and each whole number has one of its own."""
 
 
+def integer(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, and must be a whole number") from None
+
+
+def number(text: str) -> float:
+    """A number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, and must be a number") from None
+
+
 def whole(text: str) -> int:
     """A whole number, at least 1."""
     try:

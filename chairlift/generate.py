@@ -6,8 +6,10 @@ import signal
 import sys
 
 from chairlift.asking import Options, Prompt
-from chairlift.calls import add_flags, from_flags
+from chairlift.calls import add_flags, parsed
 from chairlift.client import AsyncClient
+from chairlift.flag_numbers import positive
+from chairlift.parser import Parser
 from chairlift.results import ChairliftError, FinishReason, Message
 
 _OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n")
@@ -21,9 +23,8 @@ _WHY = {
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, 1 when the call fails or the answer was cut off, 130 after Ctrl-C."""
-    options = _parser().parse_args(argv)
+    options, _ = parsed(_parser(), argv)
     try:
-        from_flags(options)  # what is wrong is told by the flag's name, before anything is read
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
         return asyncio.run(_stream(_prompt(options, text), options))
     except (ChairliftError, ValueError) as error:
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift generate",
         description="Asks a running router and streams the answer.",
         epilog="What is not given is the model's own default.",
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     held.add_argument("--regex", help="the whole answer matches this regular expression")
     held.add_argument("--choice", action="append", help="the answer is one of these; may be repeated")
     parser.add_argument("--n", type=int, default=1, help="how many answers (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, help="give up after so many seconds")
+    parser.add_argument("--timeout", type=positive, help="give up after so many seconds")
     add_flags(parser)
     return parser
 

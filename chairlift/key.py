@@ -1,15 +1,16 @@
 """`chairlift key`: makes a random API key, for its user; the file of tenants holds its hash alone."""
 
-import argparse
 import hashlib
 import secrets
+
+from chairlift.parser import Parser
 
 _NUM_BYTES = 32
 
 
 def main(argv: list[str]) -> int:
     """Prints one key and its hash; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift key",
         description="Makes a random API key. It is shown once: the server keeps its hash alone.",
         epilog="The hash goes into the file given by --tenants; docs/security.md shows one.",

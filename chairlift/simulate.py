@@ -1,16 +1,15 @@
 """`chairlift simulate`: what schedulers do to a load, with the server's own core under logical time."""
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from chairlift.about import about
+from chairlift.flag_files import to_write
 from chairlift.flag_numbers import positives
 from chairlift.lab import pictures
 from chairlift.lab.loads import Load, LoadError
@@ -19,13 +18,15 @@ from chairlift.lab.run import Summary, settle, simulate
 from chairlift.lab.schemes import SCHEMES
 from chairlift.lab.setups import Choice, SetupError, add_flags, at_rate, choice_of
 from chairlift.lab.step_times import StepTimesError
+from chairlift.parser import Parser
+from chairlift.tables import show
 
 _ADVANCE_EVERY = 64  # requests: a bar that moves more often costs more than it tells
 
 
 def main(argv: list[str]) -> int:
     """Simulates each scheme asked for; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift simulate",
         description=about(__doc__),
         epilog="docs/lab.md shows a few runs; docs/papers.md what papers claim, and what comes out here.",
@@ -40,10 +41,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--rates", type=positives, metavar="R,R,…", help="each scheme at each of these requests a second"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures")
+    parser.add_argument("--json", type=to_write, metavar="FILE", help="writes all figures")
     parser.add_argument(
         "--png",
-        type=Path,
+        type=to_write,
         metavar="FILE",
         help="draws batch and memory over time, and service with --tenants; latency against load with "
         "--rates; .pdf and .svg are drawn as such",
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
         return 130
     if not options.quiet:
         for rate, (summaries, _) in zip(options.rates or [None], runs, strict=True):
-            Console().print(table(summaries, rate))
+            show(table(summaries, rate))
     return 0
 
 

@@ -1,35 +1,33 @@
 """`chairlift status`: how a running server is, tier by tier: health, versions, executors, load."""
 
-import argparse
 import asyncio
 import sys
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from chairlift.about import about
-from chairlift.calls import Router, add_flags, from_flags, router_at
+from chairlift.calls import Router, add_flags, parsed, router_at
+from chairlift.parser import Parser
 from chairlift.results import ChairliftError
+from chairlift.tables import show
 from protos.v1 import router_pb2
-from rpc.address import AddressError
 
 
 def main(argv: list[str]) -> int:
     """Asks the router and prints what it knows; returns 0 when requests are served, else 1."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift status",
         description=f"{about(__doc__)} Exit code 1 when no requests are served.",
     )
     add_flags(parser)
-    options = parser.parse_args(argv)
+    _, router = parsed(parser, argv)
     try:
-        router = from_flags(options)
         status = asyncio.run(_ask(router))
-    except (AddressError, ChairliftError) as error:
+    except ChairliftError as error:
         print(f"chairlift status: {error}", file=sys.stderr)
         return 1
-    Console(highlight=False).print(table(status, str(router.address)))
+    show(table(status, str(router.address)))
     return 1 if status.refusal else 0
 
 

@@ -4,7 +4,6 @@ The live page's picture, from the same source: the router's Watch. What is drawn
 `lift_drawing`; here the steps are read and the clock is asked.
 """
 
-import argparse
 import asyncio
 import contextlib
 import signal
@@ -15,14 +14,14 @@ import grpc
 from rich.console import Console
 from rich.live import Live
 
-from chairlift.calls import Router, add_flags, from_flags, router_at
+from chairlift.calls import Router, add_flags, parsed, router_at
 from chairlift.latency_drawing import Waits
 from chairlift.lift import End, Frame, Gauges, Lift
 from chairlift.lift_drawing import screen
+from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.watch import step_of
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
-from rpc.address import AddressError
 
 _FRAMES_PER_SECOND = 8
 _RETRY_SECONDS = 1.0
@@ -62,19 +61,19 @@ def _waits_of(histogram: router_pb2.Histogram) -> Waits:
 
 def main(argv: list[str]) -> int:
     """Shows it until Ctrl-C; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="chairlift top",
         description="The batch of a running router as a moving picture in the terminal. Ctrl-C ends it.",
     )
     add_flags(parser)
-    options = parser.parse_args(argv)
+    _, router = parsed(parser, argv)
     console = Console(highlight=False)
     if not console.is_terminal:
         print("chairlift top draws on a terminal; `chairlift watch` writes lines", file=sys.stderr)
         return 2
     try:
-        asyncio.run(_Top(from_flags(options), console).follow())
-    except (AddressError, ChairliftError) as error:
+        asyncio.run(_Top(router, console).follow())
+    except ChairliftError as error:
         print(f"chairlift top: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

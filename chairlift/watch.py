@@ -1,16 +1,15 @@
 """`chairlift watch`: follows the batch of a running router, one line for each change of its membership."""
 
-import argparse
 import asyncio
 import signal
 import sys
 
 from chairlift.about import about
-from chairlift.calls import Router, add_flags, from_flags, router_at
+from chairlift.calls import Router, add_flags, parsed, router_at
+from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.seats import Member, Seats, Step
 from protos.v1 import router_pb2
-from rpc.address import AddressError
 
 
 def step_of(summary: router_pb2.StepSummary) -> Step:
@@ -29,12 +28,12 @@ def step_of(summary: router_pb2.StepSummary) -> Step:
 
 def main(argv: list[str]) -> int:
     """Follows until Ctrl-C or until the router is gone; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="chairlift watch", description=about(__doc__))
+    parser = Parser(prog="chairlift watch", description=about(__doc__))
     add_flags(parser)
-    options = parser.parse_args(argv)
+    _, router = parsed(parser, argv)
     try:
-        return asyncio.run(_follow(from_flags(options)))
-    except (AddressError, ChairliftError) as error:
+        return asyncio.run(_follow(router))
+    except ChairliftError as error:
         print(f"chairlift watch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

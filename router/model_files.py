@@ -70,7 +70,10 @@ def read(path: Path) -> ModelFiles:
 
 def _read(path: Path) -> ModelFiles:
     if not path.exists():
-        raise ModelFilesError(f"the model {path} does not exist; to fetch one: chairlift pull")
+        raise ModelFilesError(
+            f"--model is {path}, which does not exist: give a folder or a GGUF file "
+            "(`chairlift pull smollm2` makes the folder models/smollm2)"
+        )
     if path.is_file():
         return _read_gguf(path, name=path.stem, settings={})
     if (path / "tokenizer.json").exists():

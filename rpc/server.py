@@ -155,9 +155,16 @@ async def _failure_before(
         await asyncio.wait([signalled, work], return_when=asyncio.FIRST_COMPLETED)
         if work.done() and work.exception() is not None:
             signalled.cancel()
-            return work.exception()
+            return _lone(work.exception())
     await signalled
     return None
+
+
+def _lone(failure: BaseException | None) -> BaseException | None:
+    """A failure that a task group has wrapped alone, by itself: so that a StartError is known as one."""
+    while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
+        failure = failure.exceptions[0]
+    return failure
 
 
 async def _drain(

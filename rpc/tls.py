@@ -210,7 +210,12 @@ def explained(details: str, tls: Tls | None) -> str | None:
     return "it closes the connection: it may not believe our certificate (--tls-cert), or be on its way down"
 
 
-_UNCONNECTED: Final = ("failed to connect", "connections to all backends failing", "DNS resolution failed")
+_UNCONNECTED: Final = (
+    "failed to connect",
+    "connections to all backends failing",
+    "DNS resolution failed",
+    "errors resolving",
+)
 _MEANINGS: Final = (
     ("certificate has expired", "its certificate has expired"),
     ("certificate is not yet valid", "its certificate is not valid yet"),
@@ -223,6 +228,7 @@ _MEANINGS: Final = (
     ("Tls handshake failed", "the TLS handshake failed"),
     ("Failed parsing HTTP/2", "it does not speak gRPC there (is it the port of --http?)"),
     ("DNS resolution failed", "its host name is not known"),
+    ("errors resolving", "its host name is not known"),
 )
 
 

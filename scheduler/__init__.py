@@ -2,3 +2,5 @@
 
 Runs without torch and never sees text. `core` is the place to start reading.
 """
+
+import rpc.quiet  # noqa: F401 - before anything of ours imports grpc

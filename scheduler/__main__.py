@@ -110,7 +110,9 @@ def _recorder(settings: SchedulerSettings) -> Recorder:
     try:
         recorder = Recorder(path, settings.limits, settings.batching, scheduler_id=settings.name)
     except OSError as error:
-        raise StartError(f"--record is {settings.record!r}: the file cannot be made ({error})") from error
+        raise StartError(
+            f"--record is {settings.record!r}: the file cannot be made ({error.strerror or error})"
+        ) from error
     structlog.get_logger().info("recording", file=str(recorder.path))
     return recorder
 

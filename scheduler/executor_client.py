@@ -129,6 +129,8 @@ class ExecuteStream:
 def _meaning(error: grpc.aio.AioRpcError, tls: Tls | None) -> Exception:
     details = error.details() or ""
     text = explained(details, tls) or f"{error.code().name}: {details}"
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        text = "it takes the call and does not answer in time"
     trailers: dict[str, Any] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]  # pairs
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         holder, term = trailers.get("chairlift-scheduler-id", ""), trailers.get("chairlift-term", "")

@@ -10,9 +10,11 @@ compiler can bring what `python -m executor.kernels` has built elsewhere.
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -87,8 +89,11 @@ def processor_features() -> frozenset[str]:
     return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
 
 
-def built(instruction_set: InstructionSet) -> Path:
-    """The shared object for `instruction_set`, built if there is none yet. Raises KernelsUnavailableError."""
+def built(instruction_set: InstructionSet, tell: Callable[[str], None] | None = None) -> Path:
+    """The shared object for `instruction_set`, built if there is none yet: `tell` gets a line before that.
+
+    Raises KernelsUnavailableError.
+    """
     sources = sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("*.cpp")])
     digest = hashlib.sha256("\0".join([*FLAGS, *instruction_set.flags]).encode())
     for source in sources:
@@ -96,7 +101,7 @@ def built(instruction_set: InstructionSet) -> Path:
     path = cache_directory() / f"kernels-{instruction_set.name}-{digest.hexdigest()[:16]}.so"
     if not path.exists():
         started = time.monotonic()
-        _build(instruction_set, path)
+        _build(instruction_set, path, tell)
         log.info("kernels_built", path=str(path), seconds=round(time.monotonic() - started, 2))
     return path
 
@@ -118,18 +123,28 @@ def cache_directory() -> Path:
         ) from error
 
 
-def _build(instruction_set: InstructionSet, path: Path) -> None:
+def _build(instruction_set: InstructionSet, path: Path, tell: Callable[[str], None] | None) -> None:
+    if shutil.which(COMPILER) is None:
+        raise KernelsUnavailableError(
+            f"there is no compiler {COMPILER} to build the kernels with: install it, or bring what "
+            "`python -m executor.kernels` has built elsewhere"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             unfinished = Path(folder) / path.name
+            if tell is not None:
+                tell(f"building the {instruction_set.name} kernels with {COMPILER}, once; it takes seconds")
             _output(
                 *(COMPILER, *FLAGS, *instruction_set.flags),
                 *("-o", str(unfinished), str(SOURCES / "kernels.cpp")),
             )
             unfinished.replace(path)
     except OSError as error:
-        raise KernelsUnavailableError(f"the kernels cannot be written to {path.parent}: {error}") from error
+        raise KernelsUnavailableError(
+            f"the kernels cannot be written to {path.parent} ({error.strerror or error}): name another "
+            "folder by CHAIRLIFT_CACHE_DIR"
+        ) from error
 
 
 def _output(*command: str) -> str:
@@ -137,10 +152,6 @@ def _output(*command: str) -> str:
         done = subprocess.run(  # noqa: S603 - the words are our own
             command, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS
         )
-    except FileNotFoundError as error:
-        raise KernelsUnavailableError(
-            f"there is no compiler {command[0]} to build the kernels with"
-        ) from error
     except subprocess.TimeoutExpired as error:
         raise KernelsUnavailableError(f"{command[0]} did not end within {BUILD_SECONDS} s") from error
     if done.returncode != 0:

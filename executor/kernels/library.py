@@ -185,7 +185,7 @@ class Kernels:
 
     def __init__(self, instruction_set: InstructionSet, num_threads: int) -> None:
         """Raises KernelsUnavailableError."""
-        path = built(instruction_set)
+        path = built(instruction_set, tell=_tell)
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -208,6 +208,11 @@ class Kernels:
             raise KernelsUnavailableError(f"the system does not let us use {instruction_set.name}")
 
 
+def _tell(line: str) -> None:
+    """To whoever waits for the start, at any log level."""
+    print(line, flush=True)  # noqa: T201 - as a service tells where it listens
+
+
 def fastest(num_threads: int) -> Kernels:
     """The fastest kernels that run here. Raises KernelsUnavailableError when none do."""
     reasons = []
@@ -215,7 +220,8 @@ def fastest(num_threads: int) -> Kernels:
         try:
             return Kernels(instruction_set, num_threads)
         except KernelsUnavailableError as reason:
-            log.warning("kernels_unavailable", instruction_set=instruction_set.name, reason=str(reason))
+            if str(reason) not in reasons:  # what all of them lack is said once
+                log.warning("kernels_unavailable", instruction_set=instruction_set.name, reason=str(reason))
             reasons.append(str(reason))
     raise KernelsUnavailableError(
         reasons[-1]

@@ -66,7 +66,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     from executor.model.hugging_face import open_folder
 
     if not path.exists():
-        raise ModelError(f"model path {path} does not exist.")
+        raise ModelError(
+            f"--model is {path}, which does not exist: give a folder or a GGUF file "
+            "(`chairlift pull smollm2` makes the folder models/smollm2)."
+        )
     if path.is_dir():
         gguf_paths = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
         if len(gguf_paths) > 1:

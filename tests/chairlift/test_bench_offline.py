@@ -66,6 +66,21 @@ def test_files_come_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "offline", "--model", "x"]) == 2
     assert "two files come last" in capsys.readouterr().err
     assert main(["bench", "offline", "only.json"]) == 2
+    assert main(["bench", "offline"]) == 2
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = write(tmp_path / "workload.json", requests(([1], 1)))
+    result = tmp_path / "no" / "result.json"
+    assert main(["bench", "offline", "--model", "x", str(workload), str(result)]) == 2
+    assert f"RESULT.json: it is '{result}', and there is no folder" in capsys.readouterr().err
+
+
+def test_a_workload_that_is_not_there_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(bench_offline.StartError, match=r"^/no/such\.json cannot be read: No such file"):
+        bench_offline.read_workload(Path("/no/such.json"))
 
 
 def test_help_says_what_the_files_hold(capsys: pytest.CaptureFixture[str]) -> None:

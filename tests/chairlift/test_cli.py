@@ -1,3 +1,6 @@
+import importlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +50,30 @@ def test_an_unknown_command_is_refused_with_the_known_ones(capsys: pytest.Captur
     with pytest.raises(SystemExit) as end:
         main(["ski"])
     assert end.value.code == 2
-    assert "'ski'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "chairlift: COMMAND: invalid choice: 'ski' (choose from" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["status", "explain", "conformance", "pull"])
+def test_ctrl_c_ends_any_command_without_a_word(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(f"chairlift.{command}"), "main", interrupted)
+    assert main([command]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "chairlift", "key"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "pull", "watch", "top", "demo", "conformance"])

@@ -85,6 +85,17 @@ async def test_an_answer_that_was_cut_off_is_exit_code_1(
     assert "--timeout" in capsys.readouterr().err
 
 
+async def test_a_router_that_does_not_answer_in_time_is_told_with_the_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = FakeRouter()
+    router.events, router.wait = [], asyncio.Event()
+    assert await run(router, tmp_path, "Hi", "--timeout", "0.2") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("chairlift generate: the time given was over before the router at unix:")
+    assert said.endswith(" had answered [DEADLINE_EXCEEDED]\n")
+
+
 def test_nobody_there_is_told_with_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"unix:{tmp_path}/nobody.sock"
     assert generate.main(["Hi", "--address", address]) == 1
@@ -94,13 +105,30 @@ def test_nobody_there_is_told_with_the_address(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["Hi", "--address", "nowhere"], "--address is 'nowhere'"),
-        (["Hi", "--seed", str(2**64)], "seed does not fit"),
+        (["Hi", "--address", "nowhere"], "--address is 'nowhere': an address is"),
+        (["Hi", "--max-tokens", "few"], "--max-tokens: it is 'few', and must be a whole number"),
+        (["Hi", "--timeout", "-1"], "--timeout: it is '-1', and must be a number above 0"),
+        (["Hi", "--temperature", "warm"], "--temperature: it is 'warm', and must be a number"),
+        (["Hi", "--tls-ca", "/no/such/file"], "--tls-ca is /no/such/file: no such file"),
+        (["Hi", "--ski"], "unrecognized arguments: --ski"),
+        ([], "required: prompt"),
     ],
 )
-def test_wrong_flags_are_sentences(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate.main(argv) == 1
-    assert says in capsys.readouterr().err
+def test_a_wrong_flag_is_one_sentence_and_exit_code_2(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        generate.main(argv)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("chairlift generate: ")
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_a_number_that_the_contract_cannot_hold_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["Hi", "--seed", str(2**64)]) == 1
+    assert "seed does not fit" in capsys.readouterr().err
 
 
 async def test_ctrl_c_cancels_the_request(tmp_path: Path) -> None:

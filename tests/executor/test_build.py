@@ -41,6 +41,16 @@ def test_a_source_is_built_once_and_its_successor_beside_it(small_source: Path, 
     assert sorted((tmp_path / "cache").iterdir()) == sorted([first, other])
 
 
+def test_who_waits_for_a_build_is_told_before_it_and_only_then(
+    small_source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        # It has none of our functions.
+        with capture_logs(), pytest.raises(AttributeError):
+            library.Kernels(PLAIN, num_threads=1)
+    assert capsys.readouterr().out == "building the plain kernels with g++, once; it takes seconds\n"
+
+
 def test_what_another_machine_has_built_needs_no_compiler(
     small_source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,8 +109,10 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(KernelsUnavailableError, match="cannot be written"):
-        build.built(PLAIN)
+    with pytest.raises(
+        KernelsUnavailableError, match=r"cache \(.*\): name another folder by CHAIRLIFT_CACHE_DIR"
+    ):
+        build.built(PLAIN, tell=pytest.fail)
 
 
 def test_a_compiler_that_hangs_is_given_up(small_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +166,9 @@ def test_without_a_compiler_torch_computes_the_same_and_the_log_says_so(
         model = load(folder)
     selected = next(line for line in logs if line["event"] == "operations_selected")
     assert "there is no compiler no-such-compiler" in selected["no_kernels"]
+    assert "install it" in selected["no_kernels"]
+    warned = [line["reason"] for line in logs if line["event"] == "kernels_unavailable"]
+    assert warned == [selected["no_kernels"]] * bool(build.available()), "said once for all instruction sets"
     assert not model.row_invariant
     assert "torch, reference attention" in model.fingerprints.numerics
     difference = one_shot_logits(model, TEXT) - reference_logits(folder, TEXT)

@@ -51,7 +51,7 @@ def split_into_shards(folder: Path, count: int = 3) -> tuple[list[str], dict[str
 
 
 def test_b120_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path / 'nowhere'} does not exist" in refusal(tmp_path / "nowhere")
+    assert f"--model is {tmp_path / 'nowhere'}, which does not exist" in refusal(tmp_path / "nowhere")
 
 
 def test_b120_a_file_in_place_of_a_folder_is_refused(folder: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_folder_with_one_gguf_file_is_that_file_under_the_folders_name(tmp_pat
 
 
 def test_b120_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelFilesError, match=r"nowhere does not exist"):
+    with pytest.raises(ModelFilesError, match=r"nowhere, which does not exist: give a folder"):
         model_files.read(tmp_path / "nowhere")
 
 

@@ -23,7 +23,9 @@ class GreeterSettings(ServiceSettings):
     """What a test may ask for."""
 
     listen: str = Field(default="127.0.0.1:0", description="Where to listen.")
-    fail: str = Field(default="", description="How the background work ends: start, crash or return.")
+    fail: str = Field(
+        default="", description="How the background work ends: start, start-together, crash or return."
+    )
     word: str = Field(default="", description="What a call's header of this name must say.")
     max_received_bytes: int | None = Field(default=None, description="Largest message taken.")
 
@@ -53,6 +55,10 @@ class Servicer(router_pb2_grpc.RouterServicer):
             await asyncio.sleep(0.02)
 
 
+async def cannot_start() -> None:
+    raise StartError("the rope\nis missing")
+
+
 async def service() -> int:
     settings = load(GreeterSettings, sys.argv[1:], prog="greeter")
     log.configure("greeter", fmt="json", level="info")
@@ -62,6 +68,10 @@ async def service() -> int:
         health.serving(True)
         if settings.fail == "start":
             raise StartError("the rope\nis missing")
+        if settings.fail == "start-together":
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(asyncio.Event().wait())
+                tasks.create_task(cannot_start())
         if settings.fail == "crash":
             raise RuntimeError("snap")
         if not settings.fail:

@@ -221,8 +221,9 @@ async def test_b87_a_second_signal_ends_at_once(greeter: StartGreeter) -> None:
         assert (await running)[1] is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_work_that_cannot_start_is_one_line_and_exit_code_2(greeter: StartGreeter) -> None:
-    server = greeter("--fail", "start")
+@pytest.mark.parametrize("how", ["start", "start-together"])
+async def test_work_that_cannot_start_is_one_line_and_exit_code_2(greeter: StartGreeter, how: str) -> None:
+    server = greeter("--fail", how)
     assert await server.ended() == 2
     assert server.close().decode().splitlines()[-1] == "greeter: the rope is missing"
 

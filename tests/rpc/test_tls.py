@@ -84,6 +84,10 @@ async def test_who_does_not_fit_is_refused_and_told_why(case: str, ca: Authority
             "it does not speak gRPC there (is it the port of --http?)",
         ),
         ("DNS resolution failed for lift:50051: Domain name not found", "its host name is not known"),
+        (
+            "errors resolving lift:50051: [field:hostname lookup error:address lookup failed for lift:50051]",
+            "its host name is not known",
+        ),
     ],
 )
 def test_a_wrong_port_and_a_wrong_name_are_told_apart_from_nobody(details: str, told: str) -> None:

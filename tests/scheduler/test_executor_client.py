@@ -10,6 +10,7 @@ import pytest
 
 from protos.v1 import executor_pb2
 from rpc.address import Address
+from scheduler import executor_client
 from scheduler.executor_client import EpochLostError, ExecutorClient, ExecutorUnreachableError, HeldError
 from tests.scheduler.shell import ObedientExecutor, serving_executor, until
 
@@ -57,6 +58,19 @@ MEANINGS = [
     (grpc.StatusCode.INTERNAL, ExecutorUnreachableError),
     (grpc.StatusCode.OK, ExecutorUnreachableError),
 ]
+
+
+async def test_an_executor_that_takes_the_call_and_does_not_answer_is_told_as_that(
+    address: str, client: ExecutorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(ObedientExecutor):
+        async def Open(self, request: Any, context: Any) -> Any:  # noqa: N802 - named by the contract
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(executor_client, "OPEN_TIMEOUT_SECONDS", 0.2)
+    async with serving_executor(Silent(), address):
+        with pytest.raises(ExecutorUnreachableError, match=r"^it takes the call and does not answer"):
+            await client.open("a")
 
 
 @pytest.mark.parametrize(("status", "meaning"), MEANINGS)

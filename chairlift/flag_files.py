@@ -1,0 +1,18 @@
+"""Files that a command writes at its end: a path that cannot be one is refused before the work."""
+
+import argparse
+import os
+from pathlib import Path
+
+
+def to_write(text: str) -> Path:
+    """The path of a file that can be written, as far as can be seen."""
+    path = Path(text)
+    folder = path.parent
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"it is {text!r}, which is a folder, and must be a file")
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"it is {text!r}, and there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"it is {text!r}, which may not be written")
+    return path
