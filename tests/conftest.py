@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Five thousand collected tests live to the end: no use in looking through them for garbage again and again.
+    # Collected tests live to the end: thousands of them are not looked through for garbage again and again.
     gc.collect()
     gc.freeze()
 
