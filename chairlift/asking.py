@@ -16,7 +16,7 @@ class Options(TypedDict, total=False):
 
     The fields are those of `GenerateRequest` and `SamplingParams` in protos/v1, with their limits. For
     conversations alone, of `Chat`: `tools` (definitions as mappings), `add_generation_prompt`,
-    `continue_final_message`. Of `json_schema` (a mapping, or JSON text),
+    `continue_final_message`, `chat_template_kwargs` (a mapping). Of `json_schema` (a mapping, or JSON text),
     `regex` and `choice` one may be given: the answer's text matches it.
     """
 
@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool
     continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]
     temperature: float
     top_p: float
     top_k: int
@@ -52,7 +53,7 @@ class Options(TypedDict, total=False):
     choice: Sequence[str]
 
 
-_OF_CHATS = frozenset({"tools", "add_generation_prompt", "continue_final_message"})
+_OF_CHATS = frozenset({"tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"})
 _CONSTRAINTS = frozenset({"json_schema", "regex", "choice"})
 _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
@@ -113,6 +114,8 @@ def _put_of_chat(request: router_pb2.GenerateRequest, name: str, value: Any) -> 
         raise ValueError(f"{name} is for a conversation, and the prompt is none")
     if name == "tools":
         request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in value)
+    elif name == "chat_template_kwargs":
+        request.chat.chat_template_kwargs = json.dumps(dict(value), ensure_ascii=False)
     else:
         setattr(request.chat, name, value)
 

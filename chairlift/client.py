@@ -114,6 +114,10 @@ class Client:
             story = [chairlift.Message("user", "A story!"), chairlift.Message("assistant", "Once")]
             print(client.chat(story, continue_final_message=True, max_tokens=40).text)
 
+        Variables of the model's template, such as Qwen 3's:
+
+            print(client.chat("Why?", chat_template_kwargs={"enable_thinking": False}, max_tokens=40).text)
+
         A tool's answer to what an assistant called, where the model's template knows tools:
 
             call = chairlift.ToolCall("call_1", "weather", '{"city": "Bern"}')

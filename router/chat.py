@@ -10,9 +10,10 @@ It must not know tokens. Rendering is CPU work of up to seconds for huge convers
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -24,6 +25,13 @@ import jinja2.sandbox
 
 MAX_LOOP_STEPS = 1_000_000
 MAX_CHARACTERS = 16 * 1024 * 1024
+# What a template sees under these names is the renderer's to say.
+RESERVED_VARIABLES = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "range", "raise_exception", "strftime_now"),
+    }
+)
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -82,10 +90,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The conversation as text. `tools` are definitions as JSON text; an empty list means no tools.
 
         With `continue_final_message` it ends with the last message's content: what closes a turn is cut off.
+        The template sees `variables` as well, none of which has a name of `RESERVED_VARIABLES`.
         Raises ChatError when there is no message, a tool is not JSON or the template knows no tools, the
         template refuses or fails, its work passes the bounds, or the last message cannot be continued.
         """
@@ -97,7 +107,8 @@ class ChatTemplate:
                 "hold the output to a JSON schema"
             )
         shown = _marked(messages) if continue_final_message else messages
-        variables = {
+        seen = {
+            **variables,
             **self._special_tokens,
             "messages": [self._as_it_sees(message) for message in shown],
             "tools": _parsed_tools(tools) or None,
@@ -106,7 +117,7 @@ class ChatTemplate:
             "range": _BoundedRange(),
         }
         try:
-            text = _bounded_join(self._template.generate(variables))
+            text = _bounded_join(self._template.generate(seen))
             return _cut_at_mark(messages[-1].content, text) if continue_final_message else text
         except _RefusedByTemplateError as error:
             raise ChatError(f"chat: the model's chat template refuses this conversation: {error}") from error

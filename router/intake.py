@@ -374,9 +374,9 @@ class Intake:
             case str():
                 encode = partial(tokenizer.encode, prompt, at_most=at_most)
                 return await loop.run_in_executor(self._threads, encode)
-            case validation.Chat(messages, tools, opened, continued):
+            case validation.Chat(messages, tools, opened, continued, variables):
                 encode_chat = partial(
-                    tokenizer.encode_chat, messages, tools, opened, continued, at_most=at_most
+                    tokenizer.encode_chat, messages, tools, opened, continued, variables, at_most=at_most
                 )
                 try:
                     return await loop.run_in_executor(self._threads, encode_chat)

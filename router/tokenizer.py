@@ -11,7 +11,8 @@ of ids that it ends with is made with the lock held, so say how many are wanted 
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import tokenizers
@@ -97,9 +98,11 @@ class Tokenizer:
         tools: list[str],
         add_generation_prompt: bool,  # noqa: FBT001 - the request's field, handed on
         continue_final_message: bool = False,  # noqa: FBT001, FBT002 - likewise
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
         at_most: int | None = None,
     ) -> list[int]:
-        """The ids of a conversation in the chat template.
+        """The ids of a conversation in the chat template, which sees `variables` too.
 
         Raises ChatError, a sentence for the client, and TooManyTokensError as `encode` does.
         """
@@ -110,6 +113,7 @@ class Tokenizer:
             tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            variables=variables,
         )
         return self._ids(text, add_special_tokens=False, at_most=at_most)
 

@@ -7,13 +7,14 @@ looks at lengths. What comes out is valid; nothing behind the door checks it aga
 Every comparison is written so that NaN fails it. It must not know: proto types, the tokenizer, schedulers.
 """
 
+import json
 from collections import abc
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 
-from router.chat import ChatMessage, ToolCall
+from router.chat import RESERVED_VARIABLES, ChatMessage, ToolCall
 from router.constraints import Constraint, checked_form, field_of
 from router.request_log import SamplingParams
 from router.resume import Resume
@@ -45,6 +46,8 @@ MAX_TOOL_CALLS: Final = 256
 MAX_CALLS_IN_ALL: Final = 4096
 MAX_TOOLS_CHARACTERS: Final = 524_288
 MAX_ARGUMENTS_CHARACTERS: Final = 524_288
+MAX_KWARGS_CHARACTERS: Final = 16_384
+MAX_KWARGS_DEPTH: Final = 8
 _IDS_AT_ONCE: Final = 16_384
 
 _T = TypeVar("_T")
@@ -92,12 +95,16 @@ class Turn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat as it was sent. The lists are not copied before their lengths are checked."""
+    """A chat as it was sent. The lists are not copied before their lengths are checked.
+
+    `chat_template_kwargs` are variables for the template, a JSON object as text; empty means none.
+    """
 
     messages: abc.Sequence[Turn]
     tools: abc.Sequence[str]
     add_generation_prompt: bool
     continue_final_message: bool = False
+    chat_template_kwargs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,7 @@ class Chat:
     tools: list[str]
     add_generation_prompt: bool
     continue_final_message: bool = False
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -558,7 +566,50 @@ def _checked_chat(conversation: Conversation) -> Chat:
         tools=list(conversation.tools),
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
+        variables=_template_variables(conversation.chat_template_kwargs),
     )
+
+
+def _template_variables(text: str) -> dict[str, Any]:
+    """What the template is to see beside the conversation. Raises RequestError, INVALID_ARGUMENT."""
+    path = "chat.chat_template_kwargs"
+    if not text:
+        return {}
+    if len(text) > MAX_KWARGS_CHARACTERS:
+        raise invalid(
+            path, f"{path} has {len(text)} characters as JSON; at most {MAX_KWARGS_CHARACTERS} are allowed"
+        )
+    try:
+        variables = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise _too_deep(path) from error
+    except ValueError as error:
+        raise invalid(path, f"{path} is not JSON: {error}") from error
+    if not isinstance(variables, dict):
+        raise invalid(path, f"{path} must be a JSON object: names of the template's variables, with values")
+    for name in variables:
+        if name in RESERVED_VARIABLES:
+            raise invalid(path, f"{path} has {_shown(name)}, which the server itself sets; leave it out")
+    level: list[Any] = [variables]
+    for _ in range(MAX_KWARGS_DEPTH):
+        level = [inner for outer in level for inner in _inner(outer)]
+    if level:
+        raise _too_deep(path)
+    return variables
+
+
+def _inner(outer: dict[str, Any] | list[Any]) -> list[Any]:
+    """The objects and lists right within one."""
+    values = outer.values() if isinstance(outer, dict) else outer
+    return [value for value in values if isinstance(value, dict | list)]
+
+
+def _too_deep(path: str) -> RequestError:
+    return invalid(path, f"{path} is nested too deeply; at most {MAX_KWARGS_DEPTH} levels are allowed")
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _checked_message(turn: Turn, position: int) -> ChatMessage:

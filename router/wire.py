@@ -67,7 +67,7 @@ def text_or_chat(
             chat = request.chat
             continued = chat.continue_final_message
             opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
-            return Conversation(chat.messages, chat.tools, opened, continued)
+            return Conversation(chat.messages, chat.tools, opened, continued, chat.chat_template_kwargs)
         case _:
             return None
 

@@ -410,12 +410,18 @@ def _conversation(body: Fields) -> Conversation:
     opened = body.flag("add_generation_prompt")
     messages = [_message(checked(m, dict, "an object", f"messages[{i}]"), i) for i, m in enumerate(values)]
     check_num_calls(messages)
+    kwargs = body.value("chat_template_kwargs")
     return Conversation(
         messages=messages,
         tools=[] if choice == "none" else tools,
         add_generation_prompt=not continued if opened is None else opened,
         continue_final_message=continued,
+        chat_template_kwargs="" if kwargs is None else _variables(kwargs, "chat_template_kwargs"),
     )
+
+
+def _variables(value: object, path: str) -> str:
+    return _json_text(checked(value, dict, "an object", path), path)
 
 
 def _forced_function(body: Fields) -> ForcedFunction | None:

@@ -55,6 +55,7 @@ _NAMES_IN_BODIES: Final = {
     "chat.messages": "messages",
     "chat.tools": "tools",
     "chat.continue_final_message": "continue_final_message",
+    "chat.chat_template_kwargs": "chat_template_kwargs",
 }
 
 

@@ -9,6 +9,7 @@ from collections import abc
 from typing import Any, Final
 
 from router import constraints
+from router.chat import RESERVED_VARIABLES
 from router.http import asked
 from router.http.fields import MAX_INT, MIN_INT
 from router.validation import (
@@ -16,6 +17,8 @@ from router.validation import (
     MAX_CHAT_MESSAGES,
     MAX_CHAT_TOOLS,
     MAX_CHOICES,
+    MAX_KWARGS_CHARACTERS,
+    MAX_KWARGS_DEPTH,
     MAX_LISTED_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_PENALTY,
@@ -199,6 +202,12 @@ _CONVERSATION: Final[Schema] = {
     ),
     "continue_final_message": _FLAG,
     "add_generation_prompt": _FLAG,
+    "chat_template_kwargs": {
+        "type": "object",
+        "propertyNames": {"not": {"enum": sorted(RESERVED_VARIABLES)}},
+        "description": "Variables for the model's chat template; what it does not use changes nothing. As "
+        f"JSON at most {MAX_KWARGS_CHARACTERS} characters, {MAX_KWARGS_DEPTH} levels deep",
+    },
 }
 
 BODIES: Final[dict[str, Schema]] = {

@@ -76,6 +76,13 @@ def test_tools_are_for_conversations() -> None:
         generate_request([1], {"continue_final_message": True})
 
 
+def test_variables_of_the_template_are_for_conversations() -> None:
+    request = generate_request([Message("user", "Hi")], {"chat_template_kwargs": {"enable_thinking": False}})
+    assert request.chat.chat_template_kwargs == '{"enable_thinking": false}'
+    with pytest.raises(ValueError, match="chat_template_kwargs is for a conversation"):
+        generate_request("Hi", {"chat_template_kwargs": {}})
+
+
 def test_turns_of_tools_are_the_same_as_messages_and_as_mappings() -> None:
     call = {"id": "c", "name": "weather", "arguments": "{}"}
     turns = [

@@ -4,7 +4,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from router import model_files
-from router.chat import MAX_CHARACTERS, ChatError, ChatMessage, ChatTemplate, TemplateError, ToolCall
+from router.chat import (
+    MAX_CHARACTERS,
+    RESERVED_VARIABLES,
+    ChatError,
+    ChatMessage,
+    ChatTemplate,
+    TemplateError,
+    ToolCall,
+)
 from router.tokenizer import Tokenizer
 from tests.rig import tiny_model
 from tests.router.real_model import REAL_MODEL, needs_real_model
@@ -214,6 +222,34 @@ def test_what_the_template_does_not_show_cannot_be_continued(source: str, said: 
         template.render(
             [ChatMessage("assistant", said)], [], add_generation_prompt=False, continue_final_message=True
         )
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ extra }}"
+)
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"extra": [1, {"ü": None}]}]
+)
+def test_a_template_sees_further_variables_as_transformers_shows_them(
+    oracle: PreTrainedTokenizerFast, variables: dict[str, object]
+) -> None:
+    expected = oracle.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], chat_template=THINKING, tokenize=False, **variables
+    )
+    template = ChatTemplate(THINKING, {})
+    assert template.render(HI, [], add_generation_prompt=True, variables=variables) == expected
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "range"])
+def test_what_the_renderer_sets_is_reserved(name: str) -> None:
+    template = ChatTemplate("{{ " + name + " }}", {"bos_token": "<s>", "eos_token": "</s>"})
+    plain = template.render(HI, [], add_generation_prompt=True)
+    assert name in RESERVED_VARIABLES
+    if name != "range":  # whose picture tells where it lies in memory
+        assert template.render(HI, [], add_generation_prompt=True, variables={name: "x"}) == plain
 
 
 @pytest.mark.model

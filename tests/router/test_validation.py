@@ -249,6 +249,41 @@ def test_b101_long_lists_are_refused_with_their_limits() -> None:
     assert_refused(error, "chat.tools", 257, 256)
 
 
+def with_variables(text: str) -> GenerateRequest:
+    return GenerateRequest(prompt=Conversation([ChatMessage("user", "x")], [], True, False, text))
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' + "[" * (levels - 1) + "1" + "]" * (levels - 1) + "}"
+
+
+def test_variables_of_the_template_are_an_object_of_bounded_size_and_depth() -> None:
+    prompt = checked(with_variables('{"enable_thinking": false, "n": 1}'), model="m", limits=LIMITS).prompt
+    assert isinstance(prompt, Chat)
+    assert prompt.variables == {"enable_thinking": False, "n": 1}
+    for text in (nested(8), '{"a": "' + "x" * (16_384 - 9) + '"}'):
+        valid(with_variables(text))
+    field = "chat.chat_template_kwargs"
+    assert_refused(refusal(with_variables('{"a": "' + "x" * (16_384 - 8) + '"}')), field, 16_385, 16_384)
+    for levels in (9, 8_000):
+        assert_refused(refusal(with_variables(nested(levels))), field, "too deeply", 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[]", "must be a JSON object"),
+        ("{", "is not JSON"),
+        ('{"a": NaN}', "NaN is no number of JSON"),
+        ('{"messages": []}', "'messages'"),
+        ('{"a": 1, "add_generation_prompt": true}', "'add_generation_prompt'"),
+        ('{"bos_token": ""}', "'bos_token'"),
+    ],
+)
+def test_variables_that_cannot_be_are_refused_by_name(text: str, why: str) -> None:
+    assert_refused(refusal(with_variables(text)), "chat.chat_template_kwargs", why)
+
+
 def test_b101_what_a_conversation_says_in_json_is_bounded_in_all() -> None:
     def asked(messages: list[ChatMessage], tools: list[str]) -> GenerateRequest:
         return GenerateRequest(prompt=Conversation(messages, tools, add_generation_prompt=True))

@@ -251,6 +251,13 @@ def test_constraints_are_read_and_handed_on(
     assert sent.choice == params.choice
 
 
+def test_variables_of_the_template_come_as_they_were_written() -> None:
+    chat = router_pb2.Chat(chat_template_kwargs='{"enable_thinking": false}')
+    read = wire.text_or_chat(router_pb2.TokenizeRequest(chat=chat))
+    assert isinstance(read, Conversation)
+    assert read.chat_template_kwargs == '{"enable_thinking": false}'
+
+
 def test_a_conversation_that_is_continued_opens_no_answer() -> None:
     chat = router_pb2.Chat(continue_final_message=True)
     read = wire.text_or_chat(router_pb2.TokenizeRequest(chat=chat))

@@ -329,6 +329,14 @@ def test_b55_b97_b98_whatever_is_asked_is_a_request_or_a_refusal(
             checked(request, model="tiny", limits=Limits(max_total_tokens=512, vocab_size=272))
 
 
+def test_variables_of_the_template_are_an_object() -> None:
+    assert conversation().chat_template_kwargs == ""
+    asked = conversation(chat_template_kwargs={"enable_thinking": False, "ü": None})
+    assert json.loads(asked.chat_template_kwargs) == {"enable_thinking": False, "ü": None}
+    assert refusal(chat, chat_template_kwargs=[]).field == "chat_template_kwargs"
+    assert refusal(chat, chat_template_kwargs={"a": float("inf")}).field == "chat_template_kwargs"
+
+
 # --- constraints and tools --------------------------------------------------------------------------
 
 WEATHER = {
