@@ -101,6 +101,11 @@ class ServeSettings(Settings):
     generation_config: str | None = Field(
         default=None, description="model: its generation config fills in what a request leaves out; or none."
     )
+    tool_call_parser: str | None = Field(
+        default=None,
+        description="How the model writes calls of tools: auto (as its chat template shows), hermes, "
+        "llama3_json; none: text stays text.",
+    )
     default_max_tokens: int | None = Field(
         default=None, description="Most tokens when a request does not say."
     )
@@ -174,6 +179,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "http": ("router",),
     "model_name": ("router",),
     "generation_config": ("router",),
+    "tool_call_parser": ("router",),
     "default_max_tokens": ("router",),
     "recovery_timeout": ("scheduler", "router"),
     "client_stall_seconds": ("router",),

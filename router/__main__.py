@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protos.v1 import router_pb2, router_pb2_grpc
-from router import aside, model_files, validation
+from router import aside, model_files, tool_calls, validation
 from router.config import RouterSettings
 from router.intake import Intake, ServedModel
 from router.key_file import Doorkeeper
@@ -82,6 +82,9 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
             defaults=_defaults(
                 files.generation_defaults if settings.generation_config == "model" else GenerationDefaults(),
                 settings.default_max_tokens,
+            ),
+            tool_call_form=tool_calls.chosen_form(
+                settings.tool_call_parser, files.chat_template, hides=tokenizer.hides
             ),
         ),
         schedulers=schedulers,

@@ -41,6 +41,7 @@ from router.stop_strings import StopStrings
 from router.tally import Tally, outcome_of_error
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer, TooManyTokensError
+from router.tool_calls import ToolCallForm
 from router.traces import CallTrace
 from rpc.errors import RequestError, invalid
 from rpc.tracing import Tracer
@@ -63,6 +64,8 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     defaults: validation.Defaults
+    tool_call_form: ToolCallForm | None = None
+    """How it writes calls of tools; None when they are not to be found."""
 
 
 @dataclass(frozen=True, slots=True)

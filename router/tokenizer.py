@@ -84,6 +84,10 @@ class Tokenizer:
         """Whether the model brings a chat template."""
         return self._chat_template is not None
 
+    def hides(self, text: str) -> bool:
+        """Whether a text is one special token, which no answer shows."""
+        return self._tokenizer.token_to_id(text) in self._special_ids
+
     def encode(self, text: str, *, at_most: int | None = None) -> list[int]:
         """The ids of a plain text, with the special tokens that the tokenizer puts around one.
 

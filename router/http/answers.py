@@ -36,7 +36,7 @@ class Answer:
         for log, position in self._position.items():
             for choice in log.choices:
                 delta = choice.take_delta()
-                content = self._shape.whole(position, delta.text if delta is not None else "")
+                content = self._shape.whole(position, choice, delta.text if delta is not None else "")
                 prompt = self._prompt(log, choice)
                 choices.append(
                     self._choice(log, choice, content)
@@ -67,10 +67,13 @@ class Answer:
                     continue
                 case Grown(log, delta) if delta.text or delta.logprobs or self._asked.return_token_ids:
                     choice = log.choices[delta.index]
-                    shown = self._choice(log, choice, self._shape.piece(delta.text))
+                    piece = self._shape.piece(choice, delta.text)
+                    if piece is None and not (delta.logprobs or self._asked.return_token_ids):
+                        continue
+                    shown = self._choice(log, choice, self._shape.nothing if piece is None else piece)
                     shown |= self._logprobs(choice, delta) | self._token_ids(delta)
                 case Ended(log, choice):
-                    shown = self._choice(log, choice, self._shape.ending()) | self._closing(choice)
+                    shown = self._choice(log, choice, self._shape.ending(choice)) | self._closing(choice)
                 case _:
                     continue
             chunks.append(self._chunk(shown))
@@ -91,7 +94,7 @@ class Answer:
         for choice in log.choices:
             opening, prompt = self._shape.opening(self._position[log]), self._prompt(log, choice)
             if opening is not None or prompt:
-                shown = self._choice(log, choice, self._shape.piece("") if opening is None else opening)
+                shown = self._choice(log, choice, self._shape.nothing if opening is None else opening)
                 chunks.append(self._chunk(shown | prompt))
         return chunks
 
@@ -124,7 +127,9 @@ class Answer:
         stop_reason: str | int | None = choice.end.matched_stop
         if stop_reason is None and choice.end.matched_token_id in choice.sampling.stop_token_ids:
             stop_reason = choice.end.matched_token_id
-        finish_reason = "length" if choice.end.reason is FinishReason.LENGTH else self._shape.stop_word
+        finish_reason = (
+            "length" if choice.end.reason is FinishReason.LENGTH else self._shape.stop_word(choice)
+        )
         return {"finish_reason": finish_reason, "stop_reason": stop_reason}
 
     def _token_ids(self, delta: Delta | None) -> Json:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter, abc
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from typing import Any, Final
 
@@ -29,16 +29,17 @@ from router import aside, keys
 from router.call import INLINE_NUMBERS, News, num_numbers
 from router.http import description, errors, hosts, page
 from router.http.answers import Answer
-from router.http.asked import Asked, Detokenizing, Tokenizing
+from router.http.asked import Asked, Detokenizing, ForcedFunction, OfferedTools, Tokenizing
 from router.http.encoding import encoded, event
 from router.http.errors import HttpError
 from router.http.exchange import Exchange
 from router.http.live import Live
 from router.http.reading import Bodies
-from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape
+from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape, ToolsShape
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
 from router.stall import STALL_SECONDS, StalledError, StallGuard
+from router.tool_calls import ToolCallForm, ToolCallParser
 from router.validation import GenerateRequest
 from rpc.errors import RequestError
 from rpc.holding import Room
@@ -148,11 +149,18 @@ class HttpApp:
         await self._generate(exchange, body, asked, self._chat_shape(asked))
 
     def _chat_shape(self, asked: Asked) -> Shape:
-        tokenizer, forced = self._intake.model.tokenizer, asked.forced
-        if forced is None:
-            return ChatShape(tokenizer)
-        call_id = f"call_{uuid.uuid4().hex}"
-        return CallShape(tokenizer, function=forced.name, call_id=call_id, stop_word=forced.finish_reason)
+        model = self._intake.model
+        match asked.tool_use:
+            case ForcedFunction(name=name, finish_reason=finish_reason):
+                return CallShape(
+                    model.tokenizer, function=name, call_id=_new_call_id(), stop_word=finish_reason
+                )
+            case OfferedTools(names, max_calls, schema):
+                form = model.tool_call_form if schema is None else ToolCallForm.LLAMA3_JSON
+                if form is not None:
+                    parser = partial(ToolCallParser, form, names, max_calls=max_calls)
+                    return ToolsShape(model.tokenizer, parser=parser, call_id=_new_call_id)
+        return ChatShape(model.tokenizer)
 
     async def _generate(self, exchange: Exchange, body: list[bytes], asked: Asked, shape: Shape) -> None:
         received_at = time.monotonic()
@@ -284,6 +292,10 @@ class HttpApp:
         if refusal is not None:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, refusal)
         await exchange.answer({"status": "ok"})
+
+
+def _new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex}"
 
 
 async def _describe(exchange: Exchange) -> None:

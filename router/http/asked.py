@@ -52,7 +52,7 @@ class Asked:
     prompt_logprobs: bool
     return_token_ids: bool
     names: abc.Mapping[str, str]
-    forced: "ForcedFunction | None" = None
+    tool_use: "ForcedFunction | OfferedTools | None" = None
 
     @property
     def num_choices_each(self) -> int:
@@ -71,6 +71,18 @@ class ForcedFunction:
     schema: str
     position: int
     finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """Tools that the answer may call: calls are to be found in its text, at most `max_calls` (None: all).
+
+    `schema` is what the output is held to, one call as bare JSON; None when it may say anything.
+    """
+
+    names: frozenset[str]
+    max_calls: int | None = None
+    schema: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,26 +131,31 @@ def completion(body: Fields) -> Asked:
 
 def chat(body: Fields) -> Asked:
     """A body of /v1/chat/completions. Raises RequestError as `completion` does."""
-    forced = _forced_function(body)
+    tool_use = _tool_use(body)
     conversation = _conversation(body)
     alternatives = body.whole("top_logprobs")
     wanted = body.flag("logprobs") or False
     if alternatives and not wanted:
         raise invalid("top_logprobs", f"top_logprobs is {alternatives}; it needs logprobs to be true")
-    body.flag("parallel_tool_calls")  # one call at most is made, which either value allows
+    parallel = body.flag("parallel_tool_calls")
     _only("modalities", body.entries("modalities"), ["text"])
     max_tokens, older = body.whole("max_completion_tokens"), body.whole("max_tokens")
     if max_tokens is not None and older is not None:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens are both given; one is enough")
     constraint, names = _constraint(body)
-    if forced is not None:
+    if tool_use is not None and tool_use.schema is not None:
         if constraint is not None:
             name = names[field_of(constraint)]
             raise invalid(
                 name, f"{name} is given beside tool_choice, which holds the output to a tool's schema"
             )
-        constraint = JsonSchema(forced.schema)
-        names = {field_of(constraint): f"tools[{forced.position}].function.parameters"}
+        constraint = JsonSchema(tool_use.schema)
+        names = {field_of(constraint): _where_held(tool_use)}
+    elif isinstance(tool_use, OfferedTools):
+        # What the client holds the output to is no call; of several calls it may want no more than one.
+        tool_use = (
+            None if constraint is not None else replace(tool_use, max_calls=1 if parallel is False else None)
+        )
     sampling = _sampling(
         body, older if max_tokens is None else max_tokens, (alternatives or 0) if wanted else None, constraint
     )
@@ -147,7 +164,7 @@ def chat(body: Fields) -> Asked:
     has_prompt_logprobs = sampling.prompt_logprobs is not None
     request = _request(body, sampling)
     return _asked(
-        body, request, [conversation], prompt_logprobs=has_prompt_logprobs, names=names, forced=forced
+        body, request, [conversation], prompt_logprobs=has_prompt_logprobs, names=names, tool_use=tool_use
     )
 
 
@@ -156,7 +173,7 @@ def tokenizing(body: Fields) -> Tokenizing:
     model = body.text("model") or ""
     text = body.text("prompt")
     if text is None:
-        _forced_function(body)  # it does not change the prompt; it is right or refused as in a chat
+        _tool_use(body)  # it does not change the prompt; it is right or refused as in a chat
     prompt = _conversation(body) if text is None else text
     body.close()  # refuses messages beside a prompt
     return Tokenizing(model, prompt)
@@ -184,7 +201,7 @@ def _asked(
     echo_logprobs: int | None = None,
     prompt_logprobs: bool,
     names: abc.Mapping[str, str],
-    forced: ForcedFunction | None = None,
+    tool_use: ForcedFunction | OfferedTools | None = None,
 ) -> Asked:
     if request.n * len(prompts) > MAX_CHOICES_IN_ALL:
         raise invalid(
@@ -221,7 +238,7 @@ def _asked(
         prompt_logprobs=prompt_logprobs,
         return_token_ids=body.flag("return_token_ids") or False,
         names=names,
-        forced=forced,
+        tool_use=tool_use,
     )
     body.close()
     return asked
@@ -424,20 +441,19 @@ def _variables(value: object, path: str) -> str:
     return _json_text(checked(value, dict, "an object", path), path)
 
 
-def _forced_function(body: Fields) -> ForcedFunction | None:
-    """The function that `tool_choice` names, or that is the only one when it says "required"."""
+def _tool_use(body: Fields) -> ForcedFunction | OfferedTools | None:
+    """Which tools the answer may call, or must, by the word of `tool_choice`."""
     choice, tools = body.value("tool_choice"), body.entries("tools") or []
     match choice:
-        case None | "auto" | "none":
+        case "none":
             return None
+        case None | "auto":
+            names = frozenset(_names(tools))
+            return OfferedTools(names) if names else None
         case "required":
-            if len(tools) != 1:
-                raise _unserved(
-                    "tool_choice",
-                    f"tool_choice is required and there are {len(tools)} tools; it is supported with one. "
-                    "With several, name the function",
-                )
-            return _forced(tools, 0, "tool_calls")
+            if not tools:
+                raise invalid("tool_choice", "tool_choice is required and there are no tools; it needs one")
+            return _forced(tools, 0, "tool_calls") if len(tools) == 1 else _any_of(tools)
         case {"type": "function", "function": {"name": str(name), **others}, **more} if not (others or more):
             for position, tool in enumerate(tools):
                 if isinstance(tool, dict) and _function(tool, position).value("name") == name:
@@ -449,15 +465,77 @@ def _forced_function(body: Fields) -> ForcedFunction | None:
             )
 
 
+def _names(tools: list[Any]) -> abc.Iterator[str]:
+    """Those of functions; a tool of another kind is between the client and the template."""
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name)}}:
+                yield name
+
+
 def _forced(tools: list[Any], position: int, finish_reason: str) -> ForcedFunction:
+    name, parameters = _signature(tools, position)
+    return ForcedFunction(
+        name, _json_text(parameters, f"tools[{position}].function.parameters"), position, finish_reason
+    )
+
+
+def _any_of(tools: list[Any]) -> OfferedTools:
+    """A call of whichever tool, in the form of JSON that `tool_calls` reads."""
+    calls, names = [], set()
+    for position in range(len(tools)):
+        name, parameters = _signature(tools, position)
+        try:
+            arguments = _moved(parameters, f"#/anyOf/{position}/properties/arguments")
+        except RecursionError as error:
+            where = f"tools[{position}].function.parameters"
+            raise invalid(where, f"{where} is nested too deeply") from error
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+        names.add(name)
+    return OfferedTools(frozenset(names), schema=_json_text({"anyOf": calls}, "tools"))
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema that stands within another at `to`: what it calls its root is there."""
+    match schema:
+        case dict():
+            return {
+                name: to + value[1:]
+                if name == "$ref" and isinstance(value, str) and value.startswith("#")
+                else _moved(value, to)
+                for name, value in schema.items()
+            }
+        case list():
+            return [_moved(entry, to) for entry in schema]
+    return schema
+
+
+def _signature(tools: list[Any], position: int) -> tuple[str, dict[str, Any]]:
+    """The name of a function, and the schema of its arguments."""
     path = f"tools[{position}]"
     function = _function(checked(tools[position], dict, "an object", path), position)
     name, parameters = function.text("name"), function.value("parameters")
     if not name:
         raise invalid(function.path_of("name"), f"{function.path_of('name')} is missing")
-    schema = {"type": "object"} if parameters is None else parameters
-    text = _json_text(checked(schema, dict, "a JSON schema", path), f"{path}.function.parameters")
-    return ForcedFunction(name, text, position, finish_reason)
+    return name, checked(
+        {"type": "object"} if parameters is None else parameters, dict, "a JSON schema", path
+    )
+
+
+def _where_held(tool_use: ForcedFunction | OfferedTools) -> str:
+    """What the body calls the schema that an answer is held to."""
+    match tool_use:
+        case ForcedFunction(position=position):
+            return f"tools[{position}].function.parameters"
+        case OfferedTools():
+            return "tools"
 
 
 def _function(tool: dict[str, Any], position: int) -> Fields:

@@ -234,7 +234,9 @@ BODIES: Final[dict[str, Schema]] = {
             "max_completion_tokens": _about(_whole(1), "Not beside max_tokens"),
             "logprobs": _FLAG,
             "top_logprobs": _about(_whole(0, MAX_LOGPROBS), "It needs logprobs to be true, unless it is 0"),
-            "parallel_tool_calls": _about(_FLAG, "One call at most is made either way"),
+            "parallel_tool_calls": _about(
+                _FLAG, "false: of several calls in an answer the first alone is one"
+            ),
             "modalities": {"const": ["text"]},
         },
         required=["messages"],

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from router.detokenizer import Detokenizer
 from router.request_log import ChoiceLog, Delta, RequestLog, TokenLogprobs
+from router.tool_calls import Called, ToolCallParser
 
 Json = dict[str, Any]
 
@@ -28,22 +29,23 @@ class Shape(Protocol):
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    nothing: ClassVar[Json]
+    """What stands in a chunk that brings no text."""
 
-    def whole(self, position: int, text: str) -> Json:
+    def whole(self, position: int, choice: ChoiceLog, text: str) -> Json:
         """All of a choice's text."""
 
     def opening(self, position: int) -> Json | None:
         """What the first chunk of a choice has, if there is one before its text."""
 
-    def piece(self, text: str) -> Json:
-        """More of a choice's text."""
+    def piece(self, choice: ChoiceLog, text: str) -> Json | None:
+        """More of a choice's text; None when nothing of it can be told yet."""
 
-    def ending(self) -> Json:
+    def ending(self, choice: ChoiceLog) -> Json:
         """What the last chunk of a choice has."""
 
-    @property
-    def stop_word(self) -> str:
-        """The finish reason of a choice that came to its end by itself."""
+    def stop_word(self, choice: ChoiceLog) -> str:
+        """The finish reason of a choice that came to its end by itself, all of it being told."""
 
     def logprobs(self, choice: ChoiceLog, delta: Delta | None) -> Json:
         """How likely the tokens of a delta were, one entry for each."""
@@ -58,17 +60,17 @@ class Shape(Protocol):
 class CompletionShape:
     """/v1/completions. `echoes` has the text of each prompt, when it is to stand before its answers."""
 
-    stop_word: str = "stop"
     id_prefix: ClassVar = "cmpl-"
     whole_object: ClassVar = "text_completion"
     chunk_object: ClassVar = "text_completion"
+    nothing: ClassVar[Json] = {"text": ""}
 
     def __init__(self, vocabulary: Vocabulary, echoes: abc.Sequence[str] | None = None) -> None:
         self._vocabulary = vocabulary
         self._echoes = echoes
         self._offsets: dict[ChoiceLog, _Offset] = {}
 
-    def whole(self, position: int, text: str) -> Json:
+    def whole(self, position: int, choice: ChoiceLog, text: str) -> Json:  # noqa: ARG002 - text is text
         """A text."""
         return {"text": text if self._echoes is None else self._echoes[position] + text}
 
@@ -76,13 +78,17 @@ class CompletionShape:
         """The echo, if there is one."""
         return None if self._echoes is None else {"text": self._echoes[position]}
 
-    def piece(self, text: str) -> Json:
+    def piece(self, choice: ChoiceLog, text: str) -> Json | None:  # noqa: ARG002 - likewise
         """A text."""
         return {"text": text}
 
-    def ending(self) -> Json:
+    def ending(self, choice: ChoiceLog) -> Json:  # noqa: ARG002 - likewise
         """No more text."""
-        return {"text": ""}
+        return self.nothing
+
+    def stop_word(self, choice: ChoiceLog) -> str:  # noqa: ARG002 - likewise
+        """It is always the same."""
+        return "stop"
 
     def logprobs(self, choice: ChoiceLog, delta: Delta | None) -> Json:
         """Four lists, of one entry for each token."""
@@ -125,15 +131,15 @@ class CompletionShape:
 class ChatShape:
     """/v1/chat/completions."""
 
-    stop_word: str = "stop"
     id_prefix: ClassVar = "chatcmpl-"
     whole_object: ClassVar = "chat.completion"
     chunk_object: ClassVar = "chat.completion.chunk"
+    nothing: ClassVar[Json] = {"delta": {}}
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
-    def whole(self, position: int, text: str) -> Json:  # noqa: ARG002 - a chat has one prompt
+    def whole(self, position: int, choice: ChoiceLog, text: str) -> Json:  # noqa: ARG002 - a chat has one prompt
         """A message."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
@@ -141,13 +147,17 @@ class ChatShape:
         """Who speaks."""
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def piece(self, text: str) -> Json:
+    def piece(self, choice: ChoiceLog, text: str) -> Json | None:  # noqa: ARG002 - text is text
         """More content."""
         return {"delta": {"content": text}}
 
-    def ending(self) -> Json:
+    def ending(self, choice: ChoiceLog) -> Json:  # noqa: ARG002 - likewise
         """Nothing more."""
-        return {"delta": {}}
+        return self.nothing
+
+    def stop_word(self, choice: ChoiceLog) -> str:  # noqa: ARG002 - likewise
+        """It is always the same."""
+        return "stop"
 
     def logprobs(self, choice: ChoiceLog, delta: Delta | None) -> Json:  # noqa: ARG002 - nothing to go on from
         """One object for each token."""
@@ -184,9 +194,9 @@ class CallShape(ChatShape):
         super().__init__(vocabulary)
         self._function = function
         self._call_id = call_id
-        self.stop_word = stop_word
+        self._stop_word = stop_word
 
-    def whole(self, position: int, text: str) -> Json:  # noqa: ARG002 - a chat has one prompt
+    def whole(self, position: int, choice: ChoiceLog, text: str) -> Json:  # noqa: ARG002 - a chat has one prompt
         """A message that calls."""
         call = {"id": self._call_id, "type": "function", "function": self._called(text)}
         return {"message": {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}}
@@ -196,12 +206,95 @@ class CallShape(ChatShape):
         call = {"index": 0, "id": self._call_id, "type": "function", "function": self._called("")}
         return {"delta": {"role": "assistant", "content": None, "tool_calls": [call]}}
 
-    def piece(self, text: str) -> Json:
+    def piece(self, choice: ChoiceLog, text: str) -> Json | None:  # noqa: ARG002 - text is arguments
         """More of the arguments."""
         return {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}}
 
+    def stop_word(self, choice: ChoiceLog) -> str:  # noqa: ARG002 - the client has forced it
+        """As OpenAI calls it for this choice of tools."""
+        return self._stop_word
+
     def _called(self, arguments: str) -> Json:
         return {"name": self._function, "arguments": arguments}
+
+
+class ToolsShape(ChatShape):
+    """/v1/chat/completions whose answer may call tools, each choice as `parser` finds it in its text.
+
+    A call is told whole, once all of it is there. `call_id` names one, each time anew.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        parser: abc.Callable[[], ToolCallParser],
+        call_id: abc.Callable[[], str],
+    ) -> None:
+        super().__init__(vocabulary)
+        self._new_parser = parser
+        self._call_id = call_id
+        self._parsers: dict[ChoiceLog, ToolCallParser] = {}
+
+    def whole(self, position: int, choice: ChoiceLog, text: str) -> Json:
+        """A message, with the calls that are in it."""
+        parser = self._parser(choice)
+        content, calls = _parted(parser.push(text) + parser.finish())
+        message = super().whole(position, choice, content)
+        if calls:
+            message["message"] |= {"content": content or None, "tool_calls": list(map(self._told, calls))}
+        return message
+
+    def opening(self, position: int) -> Json | None:  # noqa: ARG002 - a chat has one prompt
+        """Who speaks; whether there is content is not known yet."""
+        return {"delta": {"role": "assistant", "content": None}}
+
+    def piece(self, choice: ChoiceLog, text: str) -> Json | None:
+        """More content, and calls."""
+        parser = self._parser(choice)
+        num_calls = parser.num_calls
+        return self._delta(num_calls, parser.push(text))
+
+    def ending(self, choice: ChoiceLog) -> Json:
+        """What was held back."""
+        parser = self._parser(choice)
+        num_calls = parser.num_calls
+        return self._delta(num_calls, parser.finish()) or self.nothing
+
+    def stop_word(self, choice: ChoiceLog) -> str:
+        """What a client looks at to see whether there is something to call."""
+        return "tool_calls" if self._parser(choice).num_calls else "stop"
+
+    def _parser(self, choice: ChoiceLog) -> ToolCallParser:
+        if choice not in self._parsers:
+            self._parsers[choice] = self._new_parser()
+        return self._parsers[choice]
+
+    def _delta(self, num_calls: int, parts: abc.Iterable[str | Called]) -> Json | None:
+        """What is new, behind so many calls."""
+        content, calls = _parted(parts)
+        delta: Json = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = [
+                {"index": i, **self._told(call)} for i, call in enumerate(calls, num_calls)
+            ]
+        return {"delta": delta} if delta else None
+
+    def _told(self, call: Called) -> Json:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": self._call_id(), "type": "function", "function": function}
+
+
+def _parted(parts: abc.Iterable[str | Called]) -> tuple[str, list[Called]]:
+    """All content, and all calls."""
+    content: list[str] = []
+    calls: list[Called] = []
+    for part in parts:
+        if isinstance(part, Called):
+            calls.append(part)
+        else:
+            content.append(part)
+    return "".join(content), calls
 
 
 class _Offset:

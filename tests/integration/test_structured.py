@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx2
+import jsonschema
 import pytest
 
 from protos.v1 import router_pb2
@@ -30,8 +32,15 @@ EXPLODING = ["(a{1000}){1000}", "(((a{100}){100}){100}){100}"]
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model_folder: Path) -> Iterator[tuple[Cluster, str]]:
-    with cluster.assembling(tiny_model_folder) as running:
+def served(
+    tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, str]]:
+    """The tiny model's, with a template that knows tools."""
+    folder = shutil.copytree(tiny_model_folder, tmp_path_factory.mktemp("with_tools") / "tiny")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ tools | tojson if tools }}" + config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with cluster.assembling(folder) as running:
         running.start_executor("--num-blocks", "1024")
         running.start_scheduler()
         running.start_router("--http", "127.0.0.1:0")
@@ -93,6 +102,41 @@ def test_a_chat_takes_openais_response_format(served: tuple[Cluster, str]) -> No
     }
     answer = httpx2.post(url + "/v1/chat/completions", json=body, timeout=60).json()
     assert is_valid(answer["choices"][0]["message"]["content"])
+
+
+def test_one_of_several_tools_is_called_with_arguments_of_its_schema(served: tuple[Cluster, str]) -> None:
+    """Their schemas refer to themselves, and stand within one of them all."""
+    _, url = served
+    tree = {
+        "type": "object",
+        "properties": {"leaf": {"enum": [1, 2]}, "left": {"$ref": "#/$defs/tree"}},
+        "required": ["leaf"],
+        "additionalProperties": False,
+    }
+    schemas: dict[str, dict[str, Any]] = {
+        "paint": SCHEMA,
+        "plant": {"$defs": {"tree": tree}, "$ref": "#/$defs/tree"},
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in schemas.items()
+    ]
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": tools,
+        "tool_choice": "required",
+        "max_tokens": 400,
+        "temperature": 1.0,
+        "seed": 1,
+        "n": 4,
+    }
+    called = set()
+    for choice in httpx2.post(url + "/v1/chat/completions", json=body, timeout=60).json()["choices"]:
+        assert choice["finish_reason"] == "tool_calls", choice
+        (call,) = choice["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])
+        called.add(call["function"]["name"])
+    assert "plant" in called, "the one whose schema refers to itself"
 
 
 def test_neighbours_and_a_preemption_change_nothing(tiny_model_folder: Path) -> None:

@@ -16,6 +16,7 @@ from router.scheduler_pool import SchedulerPool
 from router.scheduler_session import TokenizerIdentity
 from router.servicer import RouterServicer, header
 from router.tokenizer import Tokenizer
+from router.tool_calls import ToolCallForm
 from router.validation import Defaults
 from rpc.address import Address
 from rpc.channel import connect, server_options
@@ -64,6 +65,7 @@ async def rig(
     served: bool = True,
     client_stall_seconds: float = 30.0,
     tenants: str = "",
+    tool_call_form: ToolCallForm | None = None,
 ) -> AsyncIterator[Rig]:
     scheduler = scheduler or ScriptedScheduler()
     async with contextlib.AsyncExitStack() as stack:
@@ -79,7 +81,8 @@ async def rig(
             on_serving_changed=lambda: None,
         )
         pool = SchedulerPool([client])
-        model = ServedModel("tiny", tokenizer, Defaults(temperature=0.5, max_tokens=max_tokens))
+        defaults = Defaults(temperature=0.5, max_tokens=max_tokens)
+        model = ServedModel("tiny", tokenizer, defaults, tool_call_form)
         intake = Intake(model=model, schedulers=pool)
         stack.push_async_callback(intake.close)
         doorkeeper = Doorkeeper(tenants)

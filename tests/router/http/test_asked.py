@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from router.chat import ToolCall
 from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.http import asked
-from router.http.asked import MAX_CHOICES_IN_ALL, Asked
+from router.http.asked import MAX_CHOICES_IN_ALL, Asked, ForcedFunction, OfferedTools
 from router.http.fields import Fields, parsed
 from router.validation import Conversation, Limits, checked
 from rpc.errors import RequestError
@@ -390,20 +391,83 @@ def test_a_forced_function_holds_the_output_to_its_parameters(choice: object, fi
     constraint = asked.requests[0].sampling.constraint
     assert isinstance(constraint, JsonSchema)
     assert json.loads(constraint.text) == WEATHER["function"]["parameters"]  # type: ignore[index]
-    assert asked.forced is not None
-    assert (asked.forced.name, asked.forced.finish_reason) == ("weather", finish_reason)
+    assert isinstance(asked.tool_use, ForcedFunction)
+    assert (asked.tool_use.name, asked.tool_use.finish_reason) == ("weather", finish_reason)
     assert asked.names["sampling.json_schema"] == "tools[0].function.parameters"
+
+
+PLACES = {
+    "type": "object",
+    "$defs": {"place": {"type": "object", "properties": {"near": {"$ref": "#/$defs/place"}}}},
+    "properties": {"$ref": {"const": "#/as/it/is"}, "at": {"anyOf": [{"$ref": "#/$defs/place"}]}},
+}
+FIND = {"type": "function", "function": {"name": "find", "parameters": PLACES}}
+
+
+def test_one_of_several_tools_must_be_called_with_what_its_schema_calls_its_root() -> None:
+    asked = chat(tools=[WEATHER, FIND, {"function": {"name": "now"}}], tool_choice="required")
+    constraint = asked.requests[0].sampling.constraint
+    assert isinstance(constraint, JsonSchema)
+    weather, find, now = json.loads(constraint.text)["anyOf"]
+    assert weather == {
+        "type": "object",
+        "properties": {"name": {"const": "weather"}, "arguments": WEATHER["function"]["parameters"]},  # type: ignore[index]
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+    root = "#/anyOf/1/properties/arguments"
+    arguments = find["properties"]["arguments"]
+    assert arguments["$defs"]["place"]["properties"]["near"] == {"$ref": f"{root}/$defs/place"}
+    assert arguments["properties"] == {
+        "$ref": {"const": "#/as/it/is"},
+        "at": {"anyOf": [{"$ref": f"{root}/$defs/place"}]},
+    }
+    assert now["properties"]["arguments"] == {"type": "object"}
+    call = {"name": "find", "arguments": {"at": {"near": {"near": {}}}}}
+    jsonschema.validate(call, json.loads(constraint.text))
+    assert asked.tool_use == OfferedTools(frozenset({"weather", "find", "now"}), schema=constraint.text)
+    assert asked.names["sampling.json_schema"] == "tools"
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused_by_name() -> None:
+    schema: dict[str, object] = {}
+    for _ in range(5000):
+        schema = {"not": schema}
+    tools = [WEATHER, {"function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(RequestError, match="nested too deeply") as raised:
+        asked.chat(Fields({"messages": HI, "tools": tools, "tool_choice": "required"}))
+    assert raised.value.field == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("fields", "use"),
+    [
+        ({}, OfferedTools(frozenset({"weather"}))),
+        ({"tool_choice": "auto", "parallel_tool_calls": True}, OfferedTools(frozenset({"weather"}))),
+        ({"parallel_tool_calls": False}, OfferedTools(frozenset({"weather"}), max_calls=1)),
+        ({"tool_choice": "none"}, None),
+        ({"tools": []}, None),
+        ({"tools": [{"name": "f"}, {"function": 5}, {"function": {"name": None}}]}, None),
+        ({"regex": "a"}, None),
+        ({"response_format": {"type": "json_object"}}, None),
+        ({"response_format": {"type": "text"}}, OfferedTools(frozenset({"weather"}))),
+    ],
+)
+def test_calls_are_looked_for_where_tools_are_offered_and_the_output_is_free(
+    fields: dict[str, object], use: OfferedTools | None
+) -> None:
+    assert chat(**{"tools": [WEATHER], **fields}).tool_use == use
 
 
 @pytest.mark.parametrize(
     ("tools", "choice", "field"),
     [
-        ([WEATHER, WEATHER], "required", "tool_choice"),
         ([], "required", "tool_choice"),
         ([WEATHER], {"type": "function", "function": {"name": "x"}}, "tool_choice"),
         ([WEATHER], {"type": "custom"}, "tool_choice"),
         ([WEATHER], 5, "tool_choice"),
         ([{"type": "function"}], "required", "tools[0].function"),
+        ([WEATHER, {"type": "function"}], "required", "tools[1].function"),
         ([{"function": {}}], "required", "tools[0].function.name"),
         ([{"function": {"name": "f", "parameters": []}}], "required", "tools[0]"),
     ],

@@ -45,12 +45,12 @@ INTS = [0, 1, -1, 2, 5, 17, 255, 271, 272, 2**31 - 1, -(2**31)]
 WIDE = [*INTS, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)]
 FLOATS = [0.0, 1.0, -1.0, 0.5, 2.5, 1e308, float("nan"), float("inf"), -0.0]
 FIELDS = (  # noqa: SIM905 - as people read them
-    "model prompt messages tools tool_choice add_generation_prompt continue_final_message max_tokens "
-    "max_completion_tokens temperature top_p top_k min_p seed n stop stop_token_ids ignore_eos min_tokens "
-    "include_stop logprobs top_logprobs echo stream stream_options priority cache_salt request_id timeout "
-    "return_token_ids user presence_penalty frequency_penalty repetition_penalty logit_bias "
-    "allowed_token_ids banned_token_ids prompt_logprobs response_format json_schema regex choice best_of "
-    "suffix tokens nonsense"
+    "model prompt messages tools tool_choice add_generation_prompt continue_final_message "
+    "chat_template_kwargs max_tokens max_completion_tokens parallel_tool_calls temperature top_p top_k "
+    "min_p seed n stop stop_token_ids ignore_eos min_tokens include_stop logprobs top_logprobs echo "
+    "stream stream_options priority cache_salt request_id timeout return_token_ids user presence_penalty "
+    "frequency_penalty repetition_penalty logit_bias allowed_token_ids banned_token_ids prompt_logprobs "
+    "response_format json_schema regex choice best_of suffix tokens nonsense"
 ).split()
 INNER = "type role content name text schema json_schema function arguments tool_calls tool_call_id id".split()  # noqa: SIM905
 

@@ -1,13 +1,25 @@
+import contextlib
 import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
+from protos.v1 import router_pb2
 from router import model_files
+from router.http.shapes import CallShape
+from router.latencies import Latencies
+from router.request_log import ChoiceLog, SamplingParams
+from router.stop_strings import StopStrings
+from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
+from router.tool_calls import ToolCallForm
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import ScriptedScheduler
-from tests.router.http.test_app import Serve, events, serve
+from tests.router.http.test_app import HI, HttpRig, Serve, events, serve
 from tests.router.http.test_schemas import is_valid
 from tests.router.stack import letters
 
@@ -21,9 +33,24 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     """The tiny model's, with a template that knows tools."""
     folder = tiny_model.build(tmp_path / "model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ tools | tojson }}" + tiny_model.CHAT_TEMPLATE
+    config["chat_template"] = (
+        "{{ tools | tojson }}{{ 'no thinking' if enable_thinking is false }}" + tiny_model.CHAT_TEMPLATE
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer(model_files.read(folder))
+
+
+def a_choice(tokenizer: Tokenizer) -> ChoiceLog:
+    sampling = SamplingParams(0, 1, 0, 0, 0, 9, 0, ignore_eos=False, stop_token_ids=(), logprobs=None)
+    return ChoiceLog(
+        key=b"",
+        index=0,
+        sampling=sampling,
+        text=TextStream(tokenizer.detokenizer(), StopStrings((), include=False)),
+        end_token_ids=frozenset(),
+        received_at=0,
+        latencies=Latencies(),
+    )
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
@@ -53,10 +80,9 @@ async def test_a_forced_function_is_answered_as_a_call_whole_and_streamed(
 
 
 async def test_the_shape_of_a_call(tokenizer: Tokenizer) -> None:
-    from router.http.shapes import CallShape
-
     shape = CallShape(tokenizer, function="weather", call_id="call_1", stop_word="tool_calls")
-    message = shape.whole(0, ARGUMENTS)["message"]
+    choice = a_choice(tokenizer)
+    message = shape.whole(0, choice, ARGUMENTS)["message"]
     assert message["content"] is None
     (call,) = message["tool_calls"]
     assert call == {
@@ -66,9 +92,191 @@ async def test_the_shape_of_a_call(tokenizer: Tokenizer) -> None:
     }
     opening = shape.opening(0)
     assert opening is not None
-    pieces = [shape.piece(ARGUMENTS[:5]), shape.piece(ARGUMENTS[5:])]
-    deltas = [opening["delta"], *(piece["delta"] for piece in pieces)]
+    pieces = [shape.piece(choice, ARGUMENTS[:5]), shape.piece(choice, ARGUMENTS[5:])]
+    deltas = [opening["delta"], *(piece["delta"] for piece in pieces if piece)]
     joined = "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas)
     assert (joined, {delta["tool_calls"][0]["index"] for delta in deltas}) == (ARGUMENTS, {0})
     assert opening["delta"]["tool_calls"][0]["function"]["name"] == "weather"
-    assert shape.stop_word == "tool_calls"
+    assert shape.stop_word(choice) == "tool_calls"
+
+
+# --- calls in text ----------------------------------------------------------------------------------
+
+TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+WRITTEN = {
+    ToolCallForm.HERMES: '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>',
+    ToolCallForm.LLAMA3_JSON: '{{"name": "{}", "parameters": {}}}',
+}
+TWO_CALLS = [("weather", ARGUMENTS), ("time", "{}")]
+ANSWERS = {
+    "two calls": ("", TWO_CALLS),
+    "content and a call": ("Let me look.", TWO_CALLS[:1]),
+    "no call": ("Is 1 < 2? {} <tool_call>", []),
+}
+Form = pytest.mark.parametrize("form", ToolCallForm)
+
+
+def written(form: ToolCallForm, content: str, calls: list[tuple[str, str]]) -> str:
+    return "\n".join([content, *(WRITTEN[form].format(*call) for call in calls)] if calls else [content])
+
+
+@dataclass
+class Said:
+    """What a client of OpenAI's has understood."""
+
+    content: str | None
+    calls: list[tuple[str, str]]
+    ids: list[str]
+    finish_reason: str | None
+
+
+async def whole(client: openai.AsyncOpenAI, **asked: Any) -> list[Said]:
+    answer = await client.chat.completions.create(model="tiny", messages=HI, **asked)
+    said = []
+    for choice in answer.choices:
+        calls = [call for call in choice.message.tool_calls or [] if call.type == "function"]
+        told = [(call.function.name, call.function.arguments) for call in calls]
+        said.append(Said(choice.message.content, told, [call.id for call in calls], choice.finish_reason))
+    return said
+
+
+async def streamed(client: openai.AsyncOpenAI, **asked: Any) -> list[Said]:
+    """By the index of choices, and of calls."""
+    stream = await client.chat.completions.create(model="tiny", messages=HI, stream=True, **asked)
+    said = [Said(None, [], [], None) for _ in range(asked.get("n", 1))]
+    async for chunk in stream:
+        for choice in chunk.choices:
+            mine = said[choice.index]
+            assert mine.finish_reason is None
+            mine.finish_reason = choice.finish_reason
+            if choice.delta.content is not None:
+                mine.content = (mine.content or "") + choice.delta.content
+            for call in choice.delta.tool_calls or []:
+                assert (call.index, call.type) == (len(mine.calls), "function")
+                assert call.function is not None
+                mine.calls.append((call.function.name or "", call.function.arguments or ""))
+                mine.ids.append(call.id or "")
+    return said
+
+
+@contextlib.asynccontextmanager
+async def asking(rig: HttpRig) -> AsyncIterator[openai.AsyncOpenAI]:
+    yield openai.AsyncOpenAI(
+        api_key="none", base_url="http://localhost/v1", http_client=rig.client, max_retries=0
+    )
+
+
+@Form
+@pytest.mark.parametrize(("content", "calls"), ANSWERS.values(), ids=ANSWERS.keys())
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_openais_client_gets_the_calls_that_a_model_writes(
+    serve: Serve, form: ToolCallForm, content: str, calls: list[tuple[str, str]], ask: Any
+) -> None:
+    scheduler = ScriptedScheduler(script=letters(written(form, content, calls)))
+    async with serve(scheduler, tool_call_form=form) as rig, asking(rig) as client:
+        for choice in ({}, {"tool_choice": "auto"}):
+            said = await ask(client, tools=[WEATHER, TIME], n=2, **choice)
+            for one in said:
+                assert (one.content or None, one.calls) == (content or None, calls)
+                assert one.finish_reason == ("tool_calls" if calls else "stop")
+            if calls:
+                assert {one.content for one in said} == {content or None}
+            ids = [call_id for one in said for call_id in one.ids]
+            assert len(set(ids)) == len(ids) == 2 * len(calls)
+            assert all(call_id.startswith("call_") for call_id in ids)
+
+
+async def test_openais_own_gathering_of_a_stream_is_the_whole_answer(serve: Serve) -> None:
+    form = ToolCallForm.HERMES
+    scheduler = ScriptedScheduler(script=letters(written(form, "Let me look.", TWO_CALLS)))
+    async with serve(scheduler, tool_call_form=form) as rig, asking(rig) as client:
+        tools: Any = [WEATHER, TIME]
+        async with client.chat.completions.stream(model="tiny", messages=HI, tools=tools) as stream:
+            (choice,) = (await stream.get_final_completion()).choices
+        assert (choice.message.content, choice.finish_reason) == ("Let me look.", "tool_calls")
+        calls = choice.message.tool_calls or []
+        assert [(call.function.name, call.function.arguments) for call in calls] == TWO_CALLS
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_text_stays_text_where_no_form_is_known_or_no_tool_is_to_be_called(
+    serve: Serve, ask: Any
+) -> None:
+    text = written(ToolCallForm.HERMES, "", TWO_CALLS)
+    scheduler = ScriptedScheduler(script=letters(text))
+    async with serve(scheduler) as rig, asking(rig) as client:
+        (said,) = await ask(client, tools=[WEATHER, TIME])
+        assert said == Said(text, [], [], "stop")
+    async with (
+        serve(ScriptedScheduler(script=letters(text)), tool_call_form=ToolCallForm.HERMES) as rig,
+        asking(rig) as client,
+    ):
+        for options in ({}, {"tools": [WEATHER, TIME], "tool_choice": "none"}):
+            (said,) = await ask(client, **options)
+            assert said == Said(text, [], [], "stop")
+        (said,) = await ask(client, tools=[WEATHER, TIME], parallel_tool_calls=False)
+        assert (said.content, said.calls) == (text[text.rindex("\n<tool_call>") :], TWO_CALLS[:1])
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_a_call_that_was_cut_short_is_content_and_its_end_is_the_length(serve: Serve, ask: Any) -> None:
+    text = written(ToolCallForm.HERMES, "So.", TWO_CALLS)
+    cut = text.rindex("</tool_call>") - 5
+    scheduler = ScriptedScheduler(script=lambda _: list(text.encode()))
+    async with serve(scheduler, tool_call_form=ToolCallForm.HERMES) as rig, asking(rig) as client:
+        (said,) = await ask(client, tools=[WEATHER, TIME], max_tokens=len(text[:cut].encode()))
+        assert said.calls == TWO_CALLS[:1]
+        assert said.content == "So." + text[text.rindex("\n<tool_call>") : cut]
+        assert said.finish_reason == "length"
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_required_of_several_tools_is_one_call_whatever_the_models_form(serve: Serve, ask: Any) -> None:
+    scheduler = ScriptedScheduler(script=letters('{"name": "time", "arguments": {}}'))
+    assert scheduler.welcome is not None
+    scheduler.welcome.features.append("constraints")
+    place = {"type": "object", "properties": {"near": {"$ref": "#/$defs/place"}}}
+    refers = {"$defs": {"place": place}, "$ref": "#/$defs/place"}
+    find = {"type": "function", "function": {"name": "find", "parameters": refers}}
+    async with serve(scheduler) as rig, asking(rig) as client:
+        (said,) = await ask(client, tools=[WEATHER, TIME, find], tool_choice="required")
+        assert (said.content, said.calls, said.finish_reason) == (None, [("time", "{}")], "tool_calls")
+        schema = json.loads(rig.scheduler.submits[-1].sampling.json_schema)
+        names = [one["properties"]["name"]["const"] for one in schema["anyOf"]]
+        assert names == ["weather", "time", "find"]
+
+
+async def test_what_is_held_back_hides_neither_logprobs_nor_ids(serve: Serve) -> None:
+    text = written(ToolCallForm.HERMES, "", TWO_CALLS[:1])
+    async with serve(ScriptedScheduler(script=letters(text)), tool_call_form=ToolCallForm.HERMES) as rig:
+        asked = {"messages": HI, "tools": [WEATHER], "stream": True}
+        plain = events((await rig.post("/v1/chat/completions", **asked)).text)
+        assert len(plain) == 3  # the opening, the call, the end
+        chunks = events((await rig.post("/v1/chat/completions", return_token_ids=True, **asked)).text)
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        ids = [token_id for choice in choices for token_id in choice.get("token_ids", [])]
+        assert ids == [*text.encode(), tiny_model.EOS_ID]
+        assert all(is_valid("ChatChunkChoice", choice) for choice in choices)
+
+
+async def test_the_template_sees_variables_at_both_doors_and_in_tokenize(
+    serve: Serve,
+) -> None:
+    kwargs = {"enable_thinking": False}
+    async with serve(ScriptedScheduler(script=letters("ok"))) as rig:
+        counts = set()
+        for asked in ({"messages": HI}, {"messages": HI, "chat_template_kwargs": kwargs}):
+            ids = (await rig.post("/tokenize", **asked)).json()["tokens"]
+            await rig.post("/v1/chat/completions", **asked)
+            assert list(rig.scheduler.submits[-1].prompt_token_ids) == ids
+            counts.add(len(ids))
+        chat = router_pb2.Chat(messages=[router_pb2.Message(role="user", content="Hi")])
+        chat.chat_template_kwargs = json.dumps(kwargs)
+        await rig.router.stub.Complete(router_pb2.GenerateRequest(chat=chat))
+        assert list(rig.scheduler.submits[-1].prompt_token_ids) == ids
+        assert len(counts) == 2
+        status, error = await rig.error(
+            "/v1/chat/completions", messages=HI, chat_template_kwargs={"tools": []}
+        )
+        assert (status, error["param"]) == (400, "chat_template_kwargs")
+        assert "'tools'" in error["message"]

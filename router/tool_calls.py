@@ -1,0 +1,327 @@
+"""Calls of tools in the text of an answer, found as it comes, in the form that the model was taught.
+
+  HERMES        <tool_call>{"name": "f", "arguments": {}}</tool_call>    Hermes, Qwen 2.5 and 3, SmolLM 3
+  LLAMA3_JSON   {"name": "f", "parameters": {}}                          Llama 3; <|python_tag|> may lead it
+
+Rules:
+  1. What comes out is a function of the text, the form and the tools, never of how the text is cut.
+  2. A call is an object with the name of a tool that there is and an object of arguments, and nothing else of
+     note. Whatever begins like one and is none is content, to the letter.
+  3. Arguments are handed on as the model wrote them.
+  4. White space around a call is the form's. All other text is content.
+  5. Held back is what may be of a call: from its first character on, and white space before it.
+  6. No character is read twice: behind an attempt that failed, reading goes on where it failed.
+
+Pure. It must not know tokens, doors, or how a call is told.
+"""
+
+import enum
+import json
+import re
+from collections import abc
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, Protocol
+
+TAG: Final = "<tool_call>"
+_END_TAG: Final = "</tool_call>"
+_PYTHON_TAG: Final = "<|python_tag|>"
+_SPACE: Final = " \t\r\n"
+_NAMES: Final = ("name", "arguments", "parameters", "type", "id")
+_FIRST_NAMES: Final = tuple(f'"{name}"' for name in _NAMES)
+# As templates write a call of Llama 3's form, within a string of theirs or not.
+_WRITES_PARAMETERS: Final = re.compile(r'\\?"parameters\\?":')
+_NO_SPACE: Final = re.compile(rf"[^{_SPACE}]|\Z")
+_IN_STRING: Final = re.compile(r'[^"\\\x00-\x1f]*')
+_OUTSIDE_STRINGS: Final = re.compile(rf"[{_SPACE}:,0-9+\-.a-zE]*")
+
+
+class ToolCallForm(enum.Enum):
+    """How a model writes calls."""
+
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3_json"
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """One call; `arguments` are a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+def chosen_form(
+    setting: str, template: str | None, *, hides: abc.Callable[[str], bool]
+) -> ToolCallForm | None:
+    """The form by the router's setting: a form's name, `none`, or `auto`, which is what the template shows.
+
+    `hides` says whether a tag is a special token. Then text does not show it, and JSON stands alone.
+    """
+    if setting == "none":
+        return None
+    form = form_of(template) if setting == "auto" else ToolCallForm(setting)
+    return ToolCallForm.LLAMA3_JSON if form is ToolCallForm.HERMES and hides(TAG) else form
+
+
+def form_of(template: str | None) -> ToolCallForm | None:
+    """The form that a chat template shows to its model; None when it shows none of ours."""
+    if template is None:
+        return None
+    if TAG in template:
+        return ToolCallForm.HERMES
+    if _PYTHON_TAG in template or _WRITES_PARAMETERS.search(template):
+        return ToolCallForm.LLAMA3_JSON
+    return None
+
+
+class ToolCallParser:
+    """Parts the text of one answer into content and calls.
+
+    `names` are those of the tools. Behind `max_calls` calls all text is content.
+    """
+
+    __slots__ = ("_attempt", "_form", "_gap", "_held", "_is_behind_call", "_max_calls", "_names", "num_calls")
+
+    def __init__(
+        self, form: ToolCallForm, names: abc.Container[str], *, max_calls: int | None = None
+    ) -> None:
+        self._form = form
+        self._names = names
+        self._max_calls = max_calls
+        self.num_calls = 0
+        self._attempt: _Attempt | None = None
+        self._held: list[str] = []  # what the attempt has read
+        self._gap: list[str] = []  # what stands before it and is content only if something other follows
+        self._is_behind_call = False  # nothing but a gap has come since
+
+    def push(self, text: str) -> list[str | Called]:
+        """Takes in more text; returns what is certain now."""
+        parts: list[str | Called] = []
+        position = 0
+        while position < len(text):
+            if self._attempt is None:
+                start = self._next_start(text, position)
+                parts += self._content(text[position:start])
+                position = start
+                if start < len(text):
+                    self._attempt = _Attempt(self._form, text[start])
+                continue
+            end, outcome = self._attempt.read(text, position)
+            self._held.append(text[position:end])
+            position = end
+            if outcome is not _Outcome.MORE:
+                parts += self._settled(is_call=outcome is _Outcome.DONE)
+        return parts
+
+    def finish(self) -> list[str | Called]:
+        """The text has ended; returns what was held back. An object that is whole needs no end tag here."""
+        parts: list[str | Called] = []
+        if self._attempt is not None:
+            parts += self._settled(is_call=self._attempt.has_object)
+        if self._gap and not self._is_behind_call:
+            parts.append(self._taken_gap())
+        return parts
+
+    def _next_start(self, text: str, position: int) -> int:
+        """Where the next attempt begins; the text's end when none does."""
+        if self._max_calls is not None and self.num_calls >= self._max_calls:
+            return len(text)
+        starts = (text.find(character, position) for character in _STARTS[self._form])
+        return min((start for start in starts if start >= 0), default=len(text))
+
+    def _settled(self, *, is_call: bool) -> list[str | Called]:
+        """What the attempt came to."""
+        text = "".join(self._held)
+        self._held.clear()
+        self._attempt = None
+        call = _call(text[text.index("{") : text.rindex("}") + 1], self._names) if is_call else None
+        if call is None:
+            return self._content(text)
+        self._gap.clear()
+        self._is_behind_call = True
+        self.num_calls += 1
+        return [call]
+
+    def _content(self, text: str) -> list[str | Called]:
+        """Text that is of no call, but for what stands at its end and may be before one."""
+        if self._is_behind_call:
+            between = _SPACE + ";" if self._form is ToolCallForm.LLAMA3_JSON else _SPACE
+            if not text.strip(between):
+                self._gap.append(text)
+                return []
+            self._is_behind_call = False
+        kept = text.rstrip(_SPACE)
+        told: list[str | Called] = [self._taken_gap() + kept] if kept else []
+        self._gap.append(text[len(kept) :])
+        return told
+
+    def _taken_gap(self) -> str:
+        gap = "".join(self._gap)
+        self._gap.clear()
+        return gap
+
+
+# --- one attempt to read a call ---------------------------------------------------------------------
+
+
+class _Outcome(enum.Enum):
+    """How far reading has come: to the end of the text, to the end of what is read, or to what is wrong."""
+
+    MORE = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+class _Piece(Protocol):
+    """A piece of a call."""
+
+    def read(self, text: str, position: int) -> tuple[int, _Outcome]:
+        """Reads on from `position`; returns where it stopped: behind the piece, or at what is wrong."""
+
+
+class _Gap:
+    """White space, or none."""
+
+    def read(self, text: str, position: int) -> tuple[int, _Outcome]:
+        found = _NO_SPACE.search(text, position)
+        assert found is not None, "the end of the text is found if nothing else"
+        return found.start(), _Outcome.DONE if found.group() else _Outcome.MORE
+
+
+class _OneOf:
+    """One of several words, none of which begins another."""
+
+    def __init__(self, *words: str) -> None:
+        self._left = words
+        self._num_read = 0
+
+    def read(self, text: str, position: int) -> tuple[int, _Outcome]:
+        for at in range(position, len(text)):
+            left = tuple(word for word in self._left if word[self._num_read] == text[at])
+            if not left:
+                return at, _Outcome.FAILED
+            self._left = left
+            self._num_read += 1
+            if self._num_read == len(left[0]):
+                return at + 1, _Outcome.DONE
+        return len(text), _Outcome.MORE
+
+
+class _Rest:
+    """An object from behind its first name to its end. It only finds the end: JSON is judged when whole."""
+
+    def __init__(self) -> None:
+        self._closers = ["}"]
+        self._is_in_string = False
+        self._is_escaped = False
+
+    def read(self, text: str, position: int) -> tuple[int, _Outcome]:
+        while position < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            else:
+                run = _IN_STRING if self._is_in_string else _OUTSIDE_STRINGS
+                position = run.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing too
+                if position == len(text):
+                    break
+                if not self._takes(text[position]):
+                    return position, _Outcome.FAILED
+                if not self._closers:
+                    return position + 1, _Outcome.DONE
+            position += 1
+        return position, _Outcome.MORE
+
+    def _takes(self, character: str) -> bool:
+        match character:
+            case '"':
+                self._is_in_string = not self._is_in_string
+            case "\\":
+                self._is_escaped = self._is_in_string
+                return self._is_in_string
+            case "{" | "[" if not self._is_in_string:
+                self._closers.append("}" if character == "{" else "]")
+            case "}" | "]" if not self._is_in_string:
+                return self._closers.pop() == character
+            case _:
+                return False
+        return True
+
+
+class _Attempt:
+    """Reads what may be a call, piece by piece. `first` is the character that it begins with."""
+
+    __slots__ = ("_left", "has_object")
+
+    def __init__(self, form: ToolCallForm, first: str) -> None:
+        self.has_object = False
+        pieces: list[_Piece] = [_OneOf("{"), _Gap(), _OneOf(*_FIRST_NAMES), _Rest()]
+        if form is ToolCallForm.HERMES:
+            pieces = [_OneOf(TAG), _Gap(), *pieces, _Gap(), _OneOf(_END_TAG)]
+        elif first == "<":
+            pieces = [_OneOf(_PYTHON_TAG), _Gap(), *pieces]
+        self._left = pieces[::-1]
+
+    def read(self, text: str, position: int) -> tuple[int, _Outcome]:
+        """As a piece does, over all of them."""
+        while self._left:
+            piece = self._left[-1]
+            position, outcome = piece.read(text, position)
+            if outcome is not _Outcome.DONE:
+                return position, outcome
+            self.has_object = self.has_object or isinstance(piece, _Rest)
+            self._left.pop()
+        return position, _Outcome.DONE
+
+
+_STARTS: Final = {ToolCallForm.HERMES: "<", ToolCallForm.LLAMA3_JSON: "<{"}
+
+
+# --- what an object says ----------------------------------------------------------------------------
+
+
+def _call(text: str, names: abc.Container[str]) -> Called | None:
+    """The call that an object is, if it is one."""
+    try:
+        members = _members(text)
+    except (ValueError, RecursionError):
+        return None
+    name, _ = members.get("name", (None, ""))
+    given = [members[key] for key in ("arguments", "parameters") if key in members]
+    if not isinstance(name, str) or name not in names or len(given) != 1 or not members.keys() <= set(_NAMES):
+        return None
+    ((arguments, as_written),) = given
+    return Called(name, as_written) if isinstance(arguments, dict) else None
+
+
+def _members(text: str) -> dict[str, tuple[Any, str]]:
+    """The members of an object that begins and ends the text: each value, and how it is written.
+
+    Raises ValueError when it is no JSON, or a name stands twice.
+    """
+    members: dict[str, tuple[Any, str]] = {}
+    position, separator = _behind_space(text, 1), ","
+    while separator == ",":
+        name, position = _DECODER.raw_decode(text, position)
+        position = _behind_space(text, position)
+        if not isinstance(name, str) or name in members or text[position : position + 1] != ":":
+            raise ValueError("an object is made of names, each once, with values")
+        start = _behind_space(text, position + 1)
+        value, end = _DECODER.raw_decode(text, start)
+        members[name] = (value, text[start:end])
+        position = _behind_space(text, end)
+        separator = text[position : position + 1]
+        position = _behind_space(text, position + 1)
+    if separator != "}" or position != len(text):
+        raise ValueError("an object ends once")
+    return members
+
+
+def _behind_space(text: str, position: int) -> int:
+    return _NO_SPACE.search(text, position).start()  # type: ignore[union-attr]  # the end is found if nopieces else
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
