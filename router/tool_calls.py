@@ -5,8 +5,8 @@
 
 Rules:
   1. What comes out is a function of the text, the form and the tools, never of how the text is cut.
-  2. A call is an object with the name of a tool that there is and an object of arguments, and nothing else of
-     note. Whatever begins like one and is none is content, to the letter.
+  2. A call is an object of a tool's name and an object of arguments; beside them `type` and `id` may stand.
+     Whatever begins like one and is none is content, to the letter.
   3. Arguments are handed on as the model wrote them.
   4. White space around a call is the form's. All other text is content.
   5. Held back is what may be of a call: from its first character on, and white space before it.
@@ -126,8 +126,8 @@ class ToolCallParser:
         """Where the next attempt begins; the text's end when none does."""
         if self._max_calls is not None and self.num_calls >= self._max_calls:
             return len(text)
-        starts = (text.find(character, position) for character in _STARTS[self._form])
-        return min((start for start in starts if start >= 0), default=len(text))
+        found = _START[self._form].search(text, position)
+        return len(text) if found is None else found.start()
 
     def _settled(self, *, is_call: bool) -> list[str | Called]:
         """What the attempt came to."""
@@ -273,7 +273,7 @@ class _Attempt:
         return position, _Outcome.DONE
 
 
-_STARTS: Final = {ToolCallForm.HERMES: "<", ToolCallForm.LLAMA3_JSON: "<{"}
+_START: Final = {ToolCallForm.HERMES: re.compile("<"), ToolCallForm.LLAMA3_JSON: re.compile("[<{]")}
 
 
 # --- what an object says ----------------------------------------------------------------------------
