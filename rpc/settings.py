@@ -136,7 +136,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         if action.help:
             action.help = action.help.removesuffix(" (default: None)").removesuffix(" (default: )")
             action.help = _ENUM_DEFAULT.sub(lambda found: _as_typed(found.group()), action.help)
-        if isinstance(action.metavar, str) and action.metavar.startswith("{"):
+        if isinstance(action.metavar, str) and action.metavar.startswith("{") and action.metavar.isupper():
             action.metavar = _as_typed(action.metavar)
         super().add_argument(action)
 

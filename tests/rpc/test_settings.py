@@ -22,6 +22,7 @@ class LiftSettings(ServiceSettings):
     max_num_seats: int = Field(default=4, ge=1, le=1_048_576, description="Most seats.")
     speed: Literal["slow", "fast"] = Field(default="slow", description="How fast.")
     surface: Surface = Field(default=Surface.FRESH_SNOW, description="What it ends at.")
+    snow: Literal["dry", "very_wet"] = Field(default="very_wet", description="What lies there.")
     rope: str = Field(description="Which rope.")
 
     @field_validator("rope")
@@ -116,6 +117,8 @@ def test_members_of_an_enum_are_shown_and_asked_for_as_they_are_typed(
     text = capsys.readouterr().out
     assert "--surface {fresh-snow,ice}" in text
     assert "(default: fresh-snow)" in text
+    assert "--snow {dry,very_wet}" in text  # no member, but a word
+    assert read("--snow", "very_wet").snow == "very_wet"
     assert "(default: )" not in text
     assert read("--surface", "ice").surface is Surface.ICE
     with pytest.raises(StartError, match=r"^--surface is mud: it must be 'fresh-snow' or 'ice'$"):
