@@ -99,7 +99,7 @@ class Operations(Protocol):
     def logits(self, normed: Tensor, step: StepTensors, head: Linear, soft_cap: float | None) -> Tensor:
         """Float32 logits `[S, vocab_size]` of the sampling rows of `normed` `[T, hidden_size]`.
 
-        With a soft cap c they are `c * tanh(logits / c)`.
+        `step.logits_indices` ascend, each token once. With a soft cap c they are `c * tanh(logits / c)`.
         """
 
     def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:

@@ -251,8 +251,10 @@ class CpuOperations:
         """Logits of the sampling rows, straight from the float32 sums."""
         self._tapes.end(normed)
         num_rows = len(step.logits_indices)
-        rows = self._buffers.take("sampling rows", num_rows, normed.shape[1], normed.dtype)
-        torch.index_select(normed, 0, step.logits_indices, out=rows)
+        rows = normed
+        if num_rows < normed.shape[0]:  # else it is every row, in order: a step of decodes alone
+            rows = self._buffers.take("sampling rows", num_rows, normed.shape[1], normed.dtype)
+            torch.index_select(normed, 0, step.logits_indices, out=rows)
         finish = Finish.AS_IS if soft_cap is None else Finish.SOFT_CAP
         return self._linear("logits", rows, head, finish, torch.float32, soft_cap=soft_cap or 0.0)
 
