@@ -50,7 +50,9 @@ def serving(engine: str, options: argparse.Namespace) -> Iterator[str]:
         if not (home / ".installed").exists():
             raise SystemExit("vLLM is not installed (python -m bench.peers --install --engines vllm)")
         environment |= peer.environment(home)
-        command = [str(home / "bin" / "vllm"), "serve", str(peer.model(options.model, options.folder))]
+        # Not `vllm serve`, which asks for a package of that name and does not find itself.
+        command = [str(home / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(peer.model(options.model, options.folder))]
         command += ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -23,7 +23,7 @@ from scheduler import door, entrance, padding, placement, policy, results, room
 from scheduler.batching import Batching
 from scheduler.counters import Counters, Outcome
 from scheduler.drain_rate import DrainRate
-from scheduler.executor_session import SessionBrokenError, rows_that_ran
+from scheduler.executor_session import SessionBrokenError
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry, Reason, ReasonClocks, TimeLine, TimeLines
 from scheduler.forecast import LengthModel
@@ -240,8 +240,9 @@ class SchedulerCore:
     def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Sequence]:
         """The executor is lost: what ran there waits again, before those that never ran, with its ids.
 
-        `is_crash`: it may have died of what it was computing. Returns sequences that ended: none of the
-        executors left can ever hold them, or executors die of them, or nothing is to be waited for.
+        `is_crash`: it may have died, or answered wrongly, because of what it was computing. Returns sequences
+        that ended: none of the executors left can ever hold them, or executors die of them, or nothing is to
+        be waited for.
         """
         self._now = now
         state = self.executors[executor_id]
@@ -262,10 +263,10 @@ class SchedulerCore:
         return ended + self._end_misfits() + self._end_unrecovered()
 
     def _end_guilty(self, name: tuple[str, str]) -> list[Sequence]:
-        """Executors die of this request: all its choices end, and nobody is computed again for them."""
+        """Executors fail at this request: all its choices end, and nobody is computed again for them."""
         message = (
-            f"request {name[1]!r} was stopped: executors died each time they computed it, and the last time "
-            "it was alone; it may meet a defect of the executor"
+            f"request {name[1]!r} was stopped: executors died, or answered wrongly, each time they computed "
+            "it, and the last time it was alone; it may meet a defect of the executor"
         )
         ended = [
             seq for seq in self.sequences.values() if name_of(seq) == name and seq.state is not State.FINISHED
@@ -667,10 +668,11 @@ class SchedulerCore:
         """
         self._now = now
         state = self.executors[executor_id]
-        plan = state.session.received(result)
+        answered = state.session.received(result)
         outcome = Outcome()
-        if plan is None:
+        if answered is None:
             return outcome
+        plan, rows = answered
         self.counters.steps += 1
         wall_seconds = state.pace.answered(now, result.total_us / 1e6, result.idle_us / 1e6)
         if plan.rows:
@@ -680,11 +682,6 @@ class SchedulerCore:
         state.is_draining = result.draining
         state.leaves_at = now + result.seconds_to_leave
         state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us
-        rows = plan.rows
-        if result.seq_ids != plan.seq_ids or result.num_sampled != plan.num_samples:
-            rows = rows_that_ran(plan, result)
-        if len(result.token_ids) != sum(result.num_sampled):
-            raise SessionBrokenError(f"step {result.step_id}: token ids and num_sampled differ")
         self._end_unfit(results.take_prompt_logprobs(plan, result, outcome.progressed), "a prompt", outcome)
         self._end_unfit(
             results.append_tokens(rows, result, outcome.progressed, self.counters), "a token", outcome

@@ -22,7 +22,7 @@ from scheduler.executor_client import (
     HeldError,
     LeftError,
 )
-from scheduler.executor_session import SessionBrokenError
+from scheduler.executor_session import SessionBrokenError, check_ids
 from scheduler.loop import SchedulerLoop
 
 _log = structlog.get_logger()
@@ -45,9 +45,11 @@ class Loss:
 
     reason: str
     is_crash: bool = False
-    """The executor may have died of what it computed."""
+    """What it computed may be why: the executor died of it, hangs, or answered wrongly."""
     is_late: bool = False
     """It has not died: a step took too long."""
+    is_unfit: bool = False
+    """It has not died: what it answered does not fit."""
     held: HeldError | None = None
     """Another scheduler has the executor."""
 
@@ -92,9 +94,11 @@ class Epoch:
                     f"the executor at {executor_id} is given up: {error}", is_crash=True, is_late=True
                 )
             except (SessionBrokenError, BlockError) as error:
-                self._loop.core.counters.audits_failed += isinstance(error, BlockError)
+                is_unfit = isinstance(error, SessionBrokenError)
+                self._loop.core.counters.audits_failed += not is_unfit
                 _log.error("epoch_given_up", executor=executor_id, error=str(error), **audit.describe(state))
-                return Loss(f"the epoch of the executor at {executor_id} was given up: {error}")
+                reason = f"the epoch of the executor at {executor_id} was given up: {error}"
+                return Loss(reason, is_crash=is_unfit, is_unfit=is_unfit)
             except ExecutorUnreachableError as error:
                 now = self._loop.now()
                 has_worked = session.acked_step_id > acked or now - started > max(
@@ -187,6 +191,7 @@ class Epoch:
 
     async def _apply_results(self, stream: ExecuteStream) -> None:
         async for result in stream.results():
+            check_ids(result, self._state.capacity.vocab_size)
             was_draining = self._state.is_draining
             outcome = self._loop.core.update(self._executor_id, result, self._loop.now())
             self._loop.result_applied(result.step_id, outcome, has_turned=result.draining != was_draining)

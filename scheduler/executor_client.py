@@ -13,6 +13,7 @@ from rpc.address import Address
 from rpc.channel import Line
 from rpc.tls import Tls, explained
 from scheduler import wire
+from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import Capacity, StepResult
 
 _log = structlog.get_logger()
@@ -111,11 +112,14 @@ class ExecuteStream:
             raise ExecutorUnreachableError("the stream has ended") from error
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Results in order; never ends but by raising what the end of the stream means."""
+        """Results in order; never ends but by raising what the end of the stream means.
+
+        Raises SessionBrokenError for bytes that are no result.
+        """
         try:
             async for message in self._call:
                 if message is None:  # how grpc tells of bytes that it cannot parse
-                    raise EpochLostError("what came is no StepResult")
+                    raise SessionBrokenError("what came is no StepResult")
                 yield wire.result_of(message)
         except grpc.aio.AioRpcError as error:
             raise _meaning(error, self._tls) from error

@@ -1,5 +1,7 @@
 """One executor's life from the scheduler's side: open it, drive its epoch, lose it, open it again.
 
+One that answered wrongly rehearses before it gets anybody's request again (`rehearsal`).
+
 How it is driven is `epoch`'s business, which executors there are `executor_directory`'s.
 """
 
@@ -11,6 +13,9 @@ import structlog
 
 from rpc.address import Address
 from rpc.tls import Tls
+from scheduler import rehearsal, wire
+from scheduler.core import SchedulerCore
+from scheduler.door import RefusedError
 from scheduler.epoch import Epoch, Loss
 from scheduler.executor_client import (
     EpochLostError,
@@ -25,13 +30,14 @@ from scheduler.loop import SchedulerLoop
 _log = structlog.get_logger()
 RETRY_SECONDS = 0.2
 MAX_RETRY_SECONDS = 1.0
+MAX_FENCED_SECONDS = 30.0
 STEP_TIMEOUT_SECONDS = 10.0
 _TWIN_GONE_LOOKS = 5
 
 
-def _backoff(attempt: int) -> float:
+def _backoff(attempt: int, at_most: float = MAX_RETRY_SECONDS) -> float:
     """Seconds until the next attempt; with jitter, so that many do not ask at once."""
-    return min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2.0 ** min(attempt, 8)) * random.uniform(0.5, 1.0)  # noqa: S311
+    return min(at_most, RETRY_SECONDS * 2.0 ** min(attempt, 8)) * random.uniform(0.5, 1.0)  # noqa: S311
 
 
 class ExecutorLoop:
@@ -56,6 +62,7 @@ class ExecutorLoop:
         self._on_held = on_held
         self._step_timeout_seconds = step_timeout_seconds
         self._num_late = 0  # epochs in a row that ended with their first step late
+        self._is_doubted = False  # it answered wrongly, and has not rehearsed well since
         self._address = address
         self._scheduler_id = scheduler_id
         self._reattach_seconds = reattach_seconds
@@ -88,6 +95,7 @@ class ExecutorLoop:
                 loss = Loss("the scheduler is shutting down")
                 try:
                     loss = await self._drive_epoch(executor_id, wake)
+                    self._is_doubted = loss.is_unfit
                 finally:
                     self._loop.executor_lost(executor_id, loss.reason, is_crash=loss.is_crash)
                 log.warning("executor_lost", reason=loss.reason, is_crash=loss.is_crash)
@@ -100,7 +108,7 @@ class ExecutorLoop:
 
     async def _open_fitting(self, executor_id: str) -> Opened:
         """Opens the executor until it is one that may be attached."""
-        attempt = 0
+        attempt = num_fenced = 0
         while True:
             opened = await self._open(executor_id)
             twin = self._loop.twin_of(executor_id, opened.capacity.instance_id)
@@ -109,11 +117,48 @@ class ExecutorLoop:
                 await self._until_gone(twin)
                 continue
             refusal = self._loop.refusal_of(executor_id, opened.capacity)
-            if refusal is None:
+            if refusal is not None:
+                self._loop.executor_missing(executor_id, refusal)
+                await asyncio.sleep(_backoff(attempt))
+                attempt += 1
+            elif not self._is_doubted:
                 return opened
-            self._loop.executor_missing(executor_id, refusal)
-            await asyncio.sleep(_backoff(attempt))
-            attempt += 1
+            elif (fault := await self._rehearse(executor_id, opened)) is None:
+                self._is_doubted = False  # opened once more, it knows nothing of its rehearsal
+            else:
+                seconds = _backoff(num_fenced, MAX_FENCED_SECONDS)
+                num_fenced += 1
+                _log.error("executor_fenced", executor=executor_id, seconds=round(seconds, 1), fault=fault)
+                self._loop.executor_missing(
+                    executor_id, f"the executor at {executor_id} is fenced until it answers rightly: {fault}"
+                )
+                await asyncio.sleep(seconds)
+
+    async def _rehearse(self, executor_id: str, opened: Opened) -> str | None:
+        """Has it compute a request that nobody asked for; returns what went wrong, or None."""
+        loop = SchedulerLoop(SchedulerCore(), on_serving=lambda *_: None)
+        wake = asyncio.Event()
+        loop.executor_attached(executor_id, opened, wake)
+        count = rehearsal.num_tokens(loop.core.max_total_tokens)
+        request = rehearsal.request(opened.capacity, count, wire.greedy_sampling(count))
+        try:
+            seq = loop.core.submit(request, now=loop.now())
+        except RefusedError as error:
+            return error.message
+        driving = asyncio.create_task(self._epoch(loop, executor_id, wake).run(self._client.execute))
+        ending = asyncio.create_task(loop.drained())
+        try:
+            await asyncio.wait([driving, ending], return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                return rehearsal.fault_of(seq)
+            loss = driving.result()
+        finally:
+            driving.cancel()
+            ending.cancel()
+            await asyncio.gather(driving, ending, return_exceptions=True)
+        if loss.held is not None:
+            self._tell_held(loss.held)
+        return loss.reason
 
     async def _until_gone(self, executor_id: str) -> None:
         """Returns when that executor was not attached for a while: opening its twin would end its epoch."""
@@ -143,19 +188,20 @@ class ExecutorLoop:
 
     async def _drive_epoch(self, executor_id: str, wake: asyncio.Event) -> Loss:
         """Until it is over; returns why."""
-        # An executor whose first steps are slow, and nobody knows how slow yet, is given more time each time.
-        step_timeout_seconds = self._step_timeout_seconds * 2.0 ** min(self._num_late, 8)
-        epoch = Epoch(
-            self._loop,
-            executor_id,
-            wake,
-            reattach_seconds=self._reattach_seconds,
-            step_timeout_seconds=step_timeout_seconds,
-        )
-        loss = await epoch.run(self._client.execute)
+        loss = await self._epoch(self._loop, executor_id, wake).run(self._client.execute)
         if loss.is_late:
             has_answered = self._loop.core.executors[executor_id].session.acked_step_id > 0
             self._num_late = 0 if has_answered else self._num_late + 1
         if loss.held is not None:
             self._tell_held(loss.held)
         return loss
+
+    def _epoch(self, loop: SchedulerLoop, executor_id: str, wake: asyncio.Event) -> Epoch:
+        # An executor whose first steps are slow, and nobody knows how slow yet, is given more time each time.
+        return Epoch(
+            loop,
+            executor_id,
+            wake,
+            reattach_seconds=self._reattach_seconds,
+            step_timeout_seconds=self._step_timeout_seconds * 2.0 ** min(self._num_late, 8),
+        )

@@ -8,7 +8,8 @@ every result first; the client in `executor_client` only moves messages.
                         epoch lost: the object is thrown away with its executor's state
 
 Rules kept here (docs/protocol.md): at most `window` plans unanswered; results in order; a result twice is
-dropped; `acked_step_id` is the newest result applied; a result that does not fit breaks the session.
+dropped; `acked_step_id` is the newest result applied; a result that does not fit breaks the session, and its
+plan stays unanswered: one of the rows may be what the executor cannot compute (`suspects`).
 """
 
 from collections import deque
@@ -21,12 +22,26 @@ class SessionBrokenError(RuntimeError):
     """The executor's answer does not fit the plans: its epoch is given up and opened anew."""
 
 
+def check_ids(result: StepResult, vocab_size: int) -> None:
+    """Raises SessionBrokenError for an id that the model has not: no other executor would take it back.
+
+    Asked before a result reaches the core, and not there: a replay has no ids.
+    """
+    highest = max(result.token_ids, default=0)
+    if highest >= vocab_size:
+        raise SessionBrokenError(f"step {result.step_id}: id {highest} is not one of {vocab_size}")
+
+
 def rows_that_ran(plan: BatchPlan, result: StepResult) -> list[Sequence]:
     """The plan's rows that the result tells of, in its order.
 
     Missing may be only rows that are over on one side: ghosts, and rows in error. Raises SessionBrokenError
     for any other difference.
     """
+    if len(result.token_ids) != sum(result.num_sampled):
+        raise SessionBrokenError(f"step {result.step_id}: token ids and num_sampled differ")
+    if result.seq_ids == plan.seq_ids and result.num_sampled == plan.num_samples:
+        return plan.rows
     if len(result.seq_ids) != len(result.num_sampled):
         raise SessionBrokenError(f"step {plan.step_id}: seq_ids and num_sampled differ in length")
     failed = {error.seq_id for error in result.errors}
@@ -80,10 +95,10 @@ class ExecutorSession:
         self.last_step_id = plan.step_id
         self.unanswered.append(plan)
 
-    def received(self, result: StepResult) -> BatchPlan | None:
-        """The plan this result answers, or None when it was applied before.
+    def received(self, result: StepResult) -> tuple[BatchPlan, list[Sequence]] | None:
+        """The plan this result answers, and its rows that ran; None when it was applied before.
 
-        Raises SessionBrokenError when it belongs to another epoch or comes out of order.
+        Raises SessionBrokenError when it belongs to another epoch, comes out of order, or does not fit.
         """
         if result.epoch != self.epoch:
             raise SessionBrokenError(f"result of epoch {result.epoch:#x}, this one is {self.epoch:#x}")
@@ -92,8 +107,11 @@ class ExecutorSession:
         if not self.unanswered or result.step_id != self.unanswered[0].step_id:
             expected = self.unanswered[0].step_id if self.unanswered else "none"
             raise SessionBrokenError(f"result of step {result.step_id}, expected {expected}")
+        plan = self.unanswered[0]
+        rows = rows_that_ran(plan, result)
+        self.unanswered.popleft()
         self.acked_step_id = result.step_id
-        return self.unanswered.popleft()
+        return plan, rows
 
     def resend(self) -> list[BatchPlan]:
         """What a new stream of the same epoch must carry first."""

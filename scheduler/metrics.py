@@ -127,7 +127,7 @@ class SchedulerMetrics:
         )
         yield counters(
             "executors_lost",
-            "Executors that went: crashed (killed, hung, out of reach), or left on purpose.",
+            "Executors that went: crashed (killed, hung, out of reach, lying), or left on purpose.",
             ("why",),
             {("crash",): told.executors_crashed, ("left",): told.executors_left},
         )

@@ -16,6 +16,9 @@ before is excused: what is deadly is mostly so at one place. Three times at most
 takes to find one that is deadly at no certain place. To be found guilty by mistake, a request must be hit
 while it is alone, in the very step in which it was hit before.
 
+An executor that lives, and answers what does not fit, counts as one that died; whether that speaks against
+anybody but itself, its rehearsal tells (`rehearsal`).
+
 Pure: names what is suspected (a request: its choices share the prompt, and so the blame), and knows neither
 sequences nor executors.
 """

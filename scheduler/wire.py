@@ -39,7 +39,15 @@ class CapacityError(ValueError):
 
 def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
     """What an executor says of itself. Raises CapacityError."""
-    for name in ("epoch", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_window"):
+    for name in (
+        "epoch",
+        "num_blocks",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_window",
+        "vocab_size",
+    ):
         if getattr(message, name) < 1:
             raise CapacityError(f"its {name} is 0, it must be at least 1")
     return Capacity(
@@ -95,7 +103,14 @@ def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: f
 
 def padding_sampling() -> bytes:
     """Sampling parameters under which a padding row goes on until it is released."""
-    return common_pb2.SamplingParams(temperature=0, ignore_eos=True, max_tokens=2**31 - 1).SerializeToString()
+    return greedy_sampling(2**31 - 1)
+
+
+def greedy_sampling(max_tokens: int) -> bytes:
+    """Sampling parameters of so many tokens, whichever they are."""
+    return common_pb2.SamplingParams(
+        temperature=0, ignore_eos=True, max_tokens=max_tokens
+    ).SerializeToString()
 
 
 def plan_message(plan: BatchPlan) -> executor_pb2.BatchPlan:

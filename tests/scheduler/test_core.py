@@ -569,6 +569,8 @@ def test_a_result_that_does_not_fit_its_plan_breaks_the_session(changes: dict[st
     h.plan()
     with pytest.raises(SessionBrokenError):
         h.core.update(EXECUTOR, _result(h, **changes), h.now)
+    h.core.detach(EXECUTOR, h.now, is_crash=True)
+    assert [h.core.inquiry.suspects.num_crashes(("", name)) for name in "AB"] == [1, 1]
 
 
 def test_a_sequence_that_has_all_its_tokens_and_is_not_ended_ends_with_the_epoch() -> None:

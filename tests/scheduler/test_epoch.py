@@ -16,6 +16,7 @@ from scheduler.loop import SchedulerLoop
 from scheduler.plan import StepResult
 from scheduler.policy import Limits
 from scheduler.sequence import Request
+from tests.rig import toy_executor
 from tests.rig.checking_executor import capacity
 from tests.scheduler.shell import (
     ObedientExecutor,
@@ -222,7 +223,12 @@ def _unknown_row(result: executor_pb2.StepResult) -> executor_pb2.StepResult:
     return result
 
 
-@pytest.mark.parametrize("lie", [_ragged, _too_many_ids, _out_of_order, _unknown_row])
+def _no_such_id(result: executor_pb2.StepResult) -> executor_pb2.StepResult:
+    result.token_ids[:1] = [toy_executor.VOCAB] * len(result.token_ids[:1])
+    return result
+
+
+@pytest.mark.parametrize("lie", [_ragged, _too_many_ids, _out_of_order, _unknown_row, _no_such_id])
 async def test_a_result_that_does_not_fit_ends_the_epoch_and_nothing_else(
     shell: Shell, executor: ObedientExecutor, lie: Any
 ) -> None:
@@ -232,6 +238,7 @@ async def test_a_result_that_does_not_fit_ends_the_epoch_and_nothing_else(
     opened = executor.num_opened
     executor.change = lie
     await until(lambda: executor.num_opened > opened)
+    assert shell.core.counters.executors_crashed == 1  # and some of those who rode are suspects
     executor.change = lambda result: result
     await until(lambda: len(router.finished) == 10)
     assert all_right(router)
@@ -263,6 +270,7 @@ async def test_bytes_that_are_no_result_end_the_epoch_and_nothing_else(shell: Sh
         executor.change = lambda _: b"\xff\xff\xff"
         executor.may_answer.set()
         await until(lambda: executor.num_opened >= 2)
+        assert shell.core.counters.executors_crashed == 1
         executor.change = lambda result: result
         await until(lambda: len(router.finished) == 10)
         assert all_right(router)

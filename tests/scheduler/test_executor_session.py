@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler.executor_session import ExecutorSession, SessionBrokenError
+from scheduler.executor_session import ExecutorSession, SessionBrokenError, check_ids
 from scheduler.plan import BatchPlan, StepResult
 
 EPOCH = 0xABC
@@ -58,7 +58,7 @@ class SessionMachine(RuleBasedStateMachine):
         plan = self.on_the_wire.pop(0)
         answered = self.session.received(result_of(plan.step_id))
         if answered is not None:
-            assert answered is self.sent[plan.step_id]
+            assert answered[0] is self.sent[plan.step_id]
             self.applied.append(plan.step_id)
         if again:
             assert self.session.received(result_of(plan.step_id)) is None
@@ -100,6 +100,22 @@ def test_a_result_of_another_epoch_breaks_the_session() -> None:
     session.sent(plan_of(session))
     with pytest.raises(SessionBrokenError, match="0xdef"):
         session.received(result_of(1, epoch=0xDEF))
+
+
+def test_a_plan_whose_result_does_not_fit_stays_unanswered() -> None:
+    session = ExecutorSession(EPOCH, 2)
+    session.sent(plan := plan_of(session))
+    with pytest.raises(SessionBrokenError, match="token ids"):
+        session.received(StepResult(EPOCH, 1, [], [], [7]))
+    assert session.resend() == [plan]
+    assert session.acked_step_id == 0
+
+
+def test_ids_that_the_model_has_not_break_the_session() -> None:
+    check_ids(StepResult(EPOCH, 1, [], [], []), 8)
+    check_ids(StepResult(EPOCH, 1, [3], [2], [0, 7]), 8)
+    with pytest.raises(SessionBrokenError, match="id 8 is not one of 8"):
+        check_ids(StepResult(EPOCH, 1, [3], [2], [8, 7]), 8)
 
 
 def test_a_full_window_takes_no_plan() -> None:

@@ -1,7 +1,7 @@
 """Executors that hang, leave, come back as others, or die of what they compute, as the loops see it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from protos.v1 import executor_pb2
 from rpc.address import Address
 from scheduler.policy import Limits
+from tests.rig import toy_executor
 from tests.scheduler.shell import (
     ObedientExecutor,
     Router,
@@ -282,3 +283,105 @@ async def test_two_choices_of_a_poisonous_request_are_found_together(quick: Exec
     await until(lambda: len(router.finished) == 4)
     assert {router.finished[8].status_code, router.finished[9].status_code} == {INTERNAL}
     assert all(right(router, handle, 30) for handle in (1, 2))
+
+
+# --- a request that executors answer wrongly, and an executor that answers wrongly ---------------------
+
+
+class Liar(ObedientExecutor):
+    """Answers wrongly each plan with a row of a sequence whose prompt begins with one of these ids."""
+
+    def __init__(self, first_ids: Container[int]) -> None:
+        super().__init__()
+        self.first_ids = first_ids
+        self.lies: set[int] = set()
+        """Epochs."""
+        self.change = self._lie
+
+    def _lie(self, result: executor_pb2.StepResult) -> executor_pb2.StepResult:
+        assert self.epoch is not None
+        sequences = self.epoch.sequences
+        if any(sequences[seq_id].tokens[0] in self.first_ids for seq_id in result.seq_ids):
+            self.lies.add(result.epoch)
+            result.token_ids.append(3)
+        return result
+
+
+ANY_ID = range(toy_executor.VOCAB)
+
+
+async def test_a_request_that_is_always_answered_wrongly_ends_and_everybody_else_is_right(
+    quick: Executors,
+) -> None:
+    executor = Liar({66})
+    await quick.serve(executor)
+    router = await quick.shell.welcomed()
+    await submit(router, 3, 30)
+    await until(lambda: len(executor.plans) >= 3)
+    await router.submit(4, "odd", [66, 1], 30)
+    await until(lambda: len(router.finished) == 4)
+    assert router.finished[4].status_code == INTERNAL
+    assert "'odd'" in router.finished[4].message
+    assert all(right(router, handle, 30) for handle in (1, 2, 3))
+    assert len(executor.lies) <= 4  # log2(4) + 2
+
+
+async def test_a_request_that_is_alone_and_always_answered_wrongly_ends(quick: Executors) -> None:
+    executor = Liar({66})
+    await quick.serve(executor)
+    router = await quick.shell.welcomed()
+    await router.submit(1, "odd", [66, 1], 30)
+    await until(lambda: 1 in router.finished)
+    assert router.finished[1].status_code == INTERNAL
+    assert len(executor.lies) == 2
+
+
+async def test_an_executor_that_answers_everything_wrongly_is_fenced_and_no_request_is_to_blame(
+    quick: Executors,
+) -> None:
+    liar, other = Liar(()), ObedientExecutor()
+    await quick.serve(liar)
+    await quick.serve(other, "other")
+    quick.expect("other")
+    await quick.attached("executor", "other")
+    router = await quick.shell.welcomed()
+    await submit(router, 6, 60)
+    await until(lambda: len(liar.plans) >= 3)
+    liar.first_ids = ANY_ID
+    await until(lambda: len(router.finished) == 6)
+    assert all(right(router, handle, 60) for handle in range(1, 7))
+    missing = quick.shell.loop.missing
+    await until(lambda: "is fenced until it answers rightly" in missing.get(quick.address("executor"), ""))
+    assert router.statuses[-1].serving
+    liar.first_ids = ()  # repaired
+    await quick.attached("executor")
+
+
+async def test_requests_do_not_wait_for_ever_for_a_fenced_executor(quick: Executors) -> None:
+    executor = Liar(ANY_ID)
+    await quick.serve(executor)
+    router = await quick.shell.welcomed()
+    await router.submit(1, "r1", [1, 7], 30)
+    await until(lambda: 1 in router.finished)
+    assert router.finished[1].status_code == UNAVAILABLE
+    assert not router.statuses[-1].serving
+    await until(lambda: "is fenced until it answers rightly" in router.statuses[-1].reason)
+    clients = [plan for plan in executor.plans if any(new.token_ids[0] == 1 for new in plan.admitted)]
+    assert len(clients) == 1  # it was computed once; afterwards only what nobody had asked for
+
+
+async def test_an_executor_that_hangs_at_its_rehearsal_is_asked_again(quick: Executors) -> None:
+    executor = Liar({1})
+    await quick.serve(executor)
+    router = await quick.shell.welcomed()
+    executor.may_answer.clear()
+    await router.submit(1, "r1", [1, 7], 3)
+    await until(lambda: executor.plans)
+    executor.may_answer.set()
+    await until(lambda: executor.lies)
+    executor.may_answer.clear()
+    executor.first_ids = ()
+    num_opened = executor.num_opened
+    await until(lambda: executor.num_opened >= num_opened + 2)
+    executor.may_answer.set()
+    await quick.attached("executor")

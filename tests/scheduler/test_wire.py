@@ -52,7 +52,9 @@ def test_a_capacity_is_what_the_executor_says() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["epoch", "num_blocks", "block_size", "max_num_seqs", "max_window"])
+@pytest.mark.parametrize(
+    "name", ["epoch", "num_blocks", "block_size", "max_num_seqs", "max_window", "vocab_size"]
+)
 def test_a_capacity_of_nothing_is_no_capacity(name: str) -> None:
     with pytest.raises(wire.CapacityError, match=f"its {name} is 0, it must be at least 1"):
         wire.capacity_of(open_response(**{name: 0}))

@@ -36,6 +36,8 @@ class Ask:
     deadline: float | None = None
     deadly_at: int | None = None
     """Executors die of computing this position of prompt and output."""
+    unfit_at: int | None = None
+    """Executors answer wrongly each time they compute it."""
 
     def script(self, script: Script) -> RequestScript | None:
         """What the executors must be told, if anything."""
@@ -221,7 +223,8 @@ class Client:
             assert token_ids == right.token_ids, f"{name} got {token_ids}, right is {right.token_ids}"
             assert text == right.text, f"{name} reads {text!r}, right is {right.text!r}"
         elif end.status_code == INTERNAL:
-            assert self.ask.deadly_at is not None or self._ledger.may_look_guilty(self.ask.prompt[0]), (
+            is_guilty = self.ask.deadly_at is not None or self.ask.unfit_at is not None
+            assert is_guilty or self._ledger.may_look_guilty(self.ask.prompt[0]), (
                 f"{name} is found guilty: {end.message}"
             )
             self._check_part(index)

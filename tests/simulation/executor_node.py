@@ -16,14 +16,17 @@ from tests.rig.scripted_executor import Script, ScriptedRunner
 from tests.simulation.links import End, RefusedError
 from tests.simulation.process import Process
 
+FIRST_ID_OF_NOBODY = 250  # prompts of clients begin with less, a rehearsal's does not
 _STATUS = {Held: "PERMISSION_DENIED", NotOpen: "FAILED_PRECONDITION", Superseded: "ABORTED"}
 
 
 class ExecutorNode:
     """One executor process, which may crash and start again."""
 
-    def __init__(self, process: Process, script: Script, deadly: Mapping[int, int]) -> None:
-        """`deadly`: it dies of computing these positions of these requests."""
+    def __init__(
+        self, process: Process, script: Script, deadly: Mapping[int, int], unfit: Mapping[int, int]
+    ) -> None:
+        """`deadly`: it dies of computing these positions of these requests; `unfit`: it answers wrongly."""
         self.process = process
         self.name = process.name
         self.work: EpochWork | None = None
@@ -32,11 +35,17 @@ class ExecutorNode:
         """Of what it computed."""
         self.num_computed: Counter[int] = Counter()
         """Tokens, by request, in all its lives."""
+        self.lies: dict[tuple[int, int], int | None] = {}
+        """Steps (epoch, step_id) that it answered wrongly; in which bout, if not for what it computed."""
+        self.num_bouts = 0
+        self._lied: dict[int, int | None] = {}  # the same by epoch, of those with a client's row
         self._deadly = deadly
-        self._slow_until = 0.0
+        self._unfit = unfit
+        self._slow_until = self._lies_until = 0.0
         self._world = process.world
         self._script = script
         self._rng = self._world.rng(self.name)
+        self._lie_rng = self._world.rng(f"lies of {self.name}")
         self._seen: dict[tuple[int, int], bytes] = {}
         self._ran: set[tuple[int, int]] = set()
         self.start()
@@ -64,6 +73,17 @@ class ExecutorNode:
         """Steps that begin in this time take so many times as long."""
         self._world.note(self.name, f"is {factor:.0f} times slower for {seconds * 1000:.0f} ms")
         self._slow_until, self._slow_factor = self._world.now + seconds, factor
+
+    def lie(self, seconds: float) -> None:
+        """Whatever it answers in this time does not fit, also after a restart."""
+        self._world.note(self.name, f"answers wrongly for {seconds * 1000:.0f} ms")
+        self.num_bouts += self._world.now >= self._lies_until
+        self._lies_until = max(self._lies_until, self._world.now + seconds)
+
+    @property
+    def num_lies(self) -> Counter[bool]:
+        """Epochs that it broke by answering clients' requests wrongly, by whether it did so in a bout."""
+        return Counter(bout is not None for bout in self._lied.values())
 
     def crash(self) -> None:
         """As by kill -9."""
@@ -196,7 +216,8 @@ class ExecutorNode:
     def _end_step(self, seconds: float) -> None:
         work, plan = self._device.popleft()
         if not work.is_over:
-            if self._is_deadly(plan):
+            reached = self._advance(plan)
+            if _is_met(self._deadly, reached):
                 self._world.note(self.name, f"dies of step {plan.step_id}")
                 self.num_deaths += 1
                 self.crash()
@@ -212,22 +233,77 @@ class ExecutorNode:
                 f"{[ended.seq_id for ended in result.finished]}, released {list(plan.released_seq_ids)}",
             )
             message = wire.result_to_proto(result, StepTimings(total_us=int(seconds * 1e6)))
+            is_bout = self._world.now < self._lies_until
+            if is_bout or _is_met(self._unfit, reached):
+                self._spoil(message, plan, reached, self.num_bouts if is_bout else None)
             for stream in self._session.complete(plan.epoch, plan.step_id, message):
                 self._ends[stream].send(message)
         if self._device:
             self._begin_step()
 
-    def _is_deadly(self, plan: BatchPlan) -> bool:
-        """Notes how far each row gets; whether one of them reaches what it dies of."""
+    def _advance(self, plan: BatchPlan) -> list[tuple[int, int, int]]:
+        """Notes how far each row gets: its request, from which position to which."""
         for new in plan.admitted:
             self._reached[new.seq_id] = new.token_ids[0], new.num_computed_tokens
-        is_deadly = False
+        reached = []
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             request, begin = self._reached[seq_id]
             self._reached[seq_id] = request, begin + count
             self.num_computed[request] += count
-            is_deadly |= begin <= self._deadly.get(request, -1) < begin + count
-        return is_deadly
+            reached.append((request, begin, begin + count))
+        return reached
+
+    def _spoil(
+        self,
+        message: executor_pb2.StepResult,
+        plan: BatchPlan,
+        reached: list[tuple[int, int, int]],
+        bout: int | None,
+    ) -> None:
+        """Makes a result one that does not fit its plan."""
+        lie = self._lie_rng.choice(_LIES if message.token_ids else _LIES[:-_NUM_LIES_ABOUT_IDS])
+        self._world.note(self.name, f"answers step {plan.step_id} wrongly: {lie.__name__.strip('_')}")
+        lie(message, self._script.vocab_size)
+        self.lies[plan.epoch, plan.step_id] = bout
+        if any(request < FIRST_ID_OF_NOBODY for request, _, _ in reached):
+            self._lied.setdefault(plan.epoch, bout)
+
+
+def _is_met(places: Mapping[int, int], reached: list[tuple[int, int, int]]) -> bool:
+    """Whether one of the rows comes past its request's place."""
+    return any(begin <= places.get(request, -1) < end for request, begin, end in reached)
+
+
+# --- answers that do not fit ----------------------------------------------------------------------------
+
+
+def _a_row_too_many(result: executor_pb2.StepResult, _: int) -> None:
+    result.seq_ids.append(10**6)
+    result.num_sampled.append(0)
+
+
+def _an_id_too_many(result: executor_pb2.StepResult, _: int) -> None:
+    result.token_ids.append(3)
+
+
+def _another_step(result: executor_pb2.StepResult, _: int) -> None:
+    result.step_id += 1
+
+
+def _another_epoch(result: executor_pb2.StepResult, _: int) -> None:
+    result.epoch += 1
+
+
+def _no_such_id(result: executor_pb2.StepResult, vocab_size: int) -> None:
+    result.token_ids[0] = vocab_size
+
+
+def _an_id_too_few(result: executor_pb2.StepResult, _: int) -> None:
+    del result.token_ids[-1]
+
+
+_LIES = (_a_row_too_many, _an_id_too_many, _another_step, _another_epoch, _no_such_id, _an_id_too_few)
+_NUM_LIES_ABOUT_IDS = 2  # the last of them: only where ids were sampled
 
 
 def _columns(seq_ids: tuple[int, ...], num_tokens: tuple[int, ...]) -> str:

@@ -100,3 +100,13 @@ def slow_executors(season: Season, executors: Sequence[ExecutorNode], *, mean_se
             node.slow_down(rng.uniform(0.0, 0.4), rng.choice([3.0, 10.0, 100.0]))
 
         season.now_and_then(f"slowness of {node.name}", mean_seconds, happen)
+
+
+def lying_executors(season: Season, executors: Sequence[ExecutorNode], *, mean_seconds: float) -> None:
+    """Each executor answers everything wrongly for a while."""
+    for node in executors:
+
+        def happen(rng: random.Random, node: ExecutorNode = node) -> None:
+            node.lie(rng.uniform(0.0, 0.6))
+
+        season.now_and_then(f"bouts of {node.name}", mean_seconds, happen)

@@ -68,7 +68,7 @@ def _resends_the_newest_alone(_: Any) -> Any:
 def _applies_results_twice(received: Any) -> Any:
     def broken(self: executor_session.ExecutorSession, result: plans.StepResult) -> Any:
         if result.step_id == self.acked_step_id and self.unanswered:
-            return self.unanswered[0]
+            return self.unanswered[0], self.unanswered[0].rows
         return received(self, result)
 
     return broken
@@ -126,6 +126,17 @@ def _releases_nobody(leave: Any) -> Any:
 def _finds_nobody_guilty(crashed: Any) -> Any:
     def broken(self: suspects.Suspects[Any], rows: Any, **more: Any) -> None:
         crashed(self, rows, **more)
+
+    return broken
+
+
+def _suspects_nobody_of_wrong_answers(received: Any) -> Any:
+    def broken(self: executor_session.ExecutorSession, result: plans.StepResult) -> Any:
+        try:
+            return received(self, result)
+        except executor_session.SessionBrokenError:
+            self.unanswered.clear()
+            raise
 
     return broken
 
@@ -322,6 +333,13 @@ MUTATIONS = (
     Mutation("ghosts are forgotten", core.SchedulerCore, "_plan", _forgets_ghosts, 0),
     Mutation("a seq_id is used twice", core.SchedulerCore, "_enter", _reuses_seq_ids, 105),
     Mutation("who is given up is not released", core.SchedulerCore, "_leave", _releases_nobody, 2),
+    Mutation(
+        "an answer that does not fit casts suspicion on nobody",
+        executor_session.ExecutorSession,
+        "received",
+        _suspects_nobody_of_wrong_answers,
+        140,
+    ),
     Mutation("nobody is found guilty", suspects.Suspects, "crashed", _finds_nobody_guilty, 16),
     Mutation("nobody is excused", suspects.Suspects, "_is_excused", _excuses_nobody, 20),
     Mutation(

@@ -4,6 +4,7 @@ every accepted request ends exactly once, with the ids and the text of the undis
 a plan sent again is the same bytes; plans fit what the executor knows                       executor_node
 no step runs twice, none of an older term; no seq_id is used twice in an epoch               executor_node
 executors that hang are given up, and no innocent is found guilty of it                      clients, ledger
+an answer that does not fit harms no request, but one that is always answered so             clients, ledger
 no term is led at twice; nobody is preempted with a result outstanding                       scheduler_node
 what is given up is released within window + 1 plans and computed no more                    scheduler_node
 blocks, queue and batch agree after each event                                               scheduler.audit
@@ -35,6 +36,7 @@ N = TypeVar("N", ExecutorNode, SchedulerNode)
 LEASE_SECONDS = 0.4
 RECOVERY_SECONDS = 10.0
 POISONED_SHARE = 0.1
+UNFIT_SHARE = LYING_SHARE = 0.06
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Shape:
     scheduler_crashes_every_seconds: float | None
     router_crashes_every_seconds: float | None
     pauses_every_seconds: float | None
+    bouts_every_seconds: float | None = None
 
     @property
     def limit_seconds(self) -> float:
@@ -109,6 +112,18 @@ class Shape:
             pauses_every_seconds=rng.choice([None, None, 0.6]),
         )
 
+    def with_lies(self, rng: random.Random) -> "Shape":
+        """In some worlds executors answer a request wrongly each time; in others anything, for a while."""
+        is_unfit, is_lying = rng.random() < UNFIT_SHARE, rng.random() < LYING_SHARE
+        number = rng.randrange(len(self.asks))
+        ask = self.asks[number]
+        unfit = replace(ask, unfit_at=rng.randrange(len(ask.prompt) + ask.max_tokens))
+        return replace(
+            self,
+            asks=(*self.asks[:number], unfit, *self.asks[number + 1 :]) if is_unfit else self.asks,
+            bouts_every_seconds=rng.choice([0.2, 0.5]) if is_lying else None,
+        )
+
     def with_poison(self, rng: random.Random) -> "Shape":
         """In some worlds executors die of computing one of the requests."""
         if rng.random() >= POISONED_SHARE:
@@ -143,14 +158,16 @@ class Scenario:
 
     def __init__(self, seed: int) -> None:
         self.world = world = World(seed)
-        self.shape = shape = Shape.draw(world.rng("shape")).with_poison(world.rng("poison"))
+        shape = Shape.draw(world.rng("shape")).with_poison(world.rng("poison"))
+        self.shape = shape = shape.with_lies(world.rng("lies"))
         self.ledger = ledger = Ledger()
         world.note("scenario", str(replace(shape, asks=(), script=replace(shape.script, requests=()))))
         executors = [Process(world, f"executor{number}") for number in range(shape.num_executors)]
         schedulers = [Process(world, f"scheduler{number}") for number in range(shape.num_schedulers)]
         routers = [Process(world, f"router{number}") for number in range(shape.num_routers)]
         deadly = {ask.prompt[0]: ask.deadly_at for ask in shape.asks if ask.deadly_at is not None}
-        self.executors = [ExecutorNode(process, shape.script, deadly) for process in executors]
+        unfit = {ask.prompt[0]: ask.unfit_at for ask in shape.asks if ask.unfit_at is not None}
+        self.executors = [ExecutorNode(process, shape.script, deadly, unfit) for process in executors]
         self.lease = SharedLease(LEASE_SECONDS) if shape.num_schedulers > 1 else None
         self.schedulers = [
             SchedulerNode(process, shape.limits, self._ways(process, self.executors), self.lease, ledger)
@@ -186,6 +203,9 @@ class Scenario:
             faults.freeze_processes(season, processes, mean_seconds=every_seconds, most_seconds=most_seconds)
             faults.slow_executors(season, self.executors, mean_seconds=every_seconds)
 
+        if (every_seconds := shape.bouts_every_seconds) is not None:
+            faults.lying_executors(season, self.executors, mean_seconds=every_seconds)
+
     def _ways(self, client: Process, servers: Sequence[N]) -> list[tuple[N, Link]]:
         """Each of these nodes, with a link from `client` to it."""
         delay, doubled, lost = self.shape.delay, self.shape.doubled, self.shape.lost
@@ -204,14 +224,24 @@ class Scenario:
         self.world.check(self._check_cost)
 
     def _check_cost(self) -> None:
-        """Laws: what is computed again, and how many executors a request can kill."""
+        """Laws: what is computed again, and how many epochs a request, or a bout of an executor, can cost."""
         num_choices = sum(ask.n for ask in self.shape.asks)
         num_faults, num_deaths = self.ledger.num_faults, sum(node.num_deaths for node in self.executors)
+        num_unfit = sum(node.num_lies[False] for node in self.executors)
+        num_in_bouts = sum(node.num_lies[True] for node in self.executors)
         most_deaths = (1 + num_faults) * (math.log2(num_choices) + 2)
         assert num_deaths <= most_deaths, f"{num_deaths} executors died of one of {num_choices}"
+        assert num_unfit <= most_deaths, f"one of {num_choices} was answered wrongly in {num_unfit} epochs"
+        assert num_in_bouts <= 2 * num_faults, f"{num_in_bouts} epochs broke in {num_faults} faults"
         for ask in self.shape.asks:
             computed = sum(node.num_computed[ask.prompt[0]] for node in self.executors)
-            num_losses = num_faults + num_deaths + self.ledger.num_preemptions[ask.prompt[0]]
+            num_losses = (
+                num_faults
+                + num_deaths
+                + num_unfit
+                + num_in_bouts
+                + self.ledger.num_preemptions[ask.prompt[0]]
+            )
             most = ask.n * (len(ask.prompt) + ask.max_tokens) * (1 + num_losses)
             assert computed <= most, f"{computed} tokens of {ask.name} were computed, {most} may be"
 

@@ -1,15 +1,16 @@
 """The scheduler in the simulation: the duties of its loop, servicer and leadership around the real cores.
 
-A result or a router's message that does not fit is a broken law here, so it raises.
+A result or a router's message that does not fit is a broken law here, so it raises, unless its executor lied.
 """
 
 from array import array
 from collections.abc import Iterable, Sequence
 
 from protos.v1 import executor_pb2, scheduler_pb2
-from scheduler import audit, wire
+from scheduler import audit, rehearsal, wire
 from scheduler.core import SchedulerCore
 from scheduler.door import RefusedError
+from scheduler.executor_session import SessionBrokenError, check_ids
 from scheduler.executor_state import ExecutorState
 from scheduler.lease import Lease, Record, Role
 from scheduler.parts import PartAssembler
@@ -20,7 +21,7 @@ from scheduler.rows import Rows
 from scheduler.sequence import Event, Finish, FinishReason, StatusCode
 from scheduler.sequence import Sequence as Seq
 from tests.simulation.executor_node import ExecutorNode
-from tests.simulation.ledger import Ledger
+from tests.simulation.ledger import Bout, Ledger
 from tests.simulation.links import UNAVAILABLE, End, Link
 from tests.simulation.process import Process
 
@@ -29,6 +30,7 @@ REATTACH_SECONDS = 1.0
 STEP_TIMEOUT_SECONDS = 0.3
 READING_SECONDS = 0.01
 MIN_LOOK_SECONDS = 0.005
+MAX_FENCED_SECONDS = 0.4
 ACTS_A_CHECK = 5
 HELD, NOT_OPEN, ABORTED = "PERMISSION_DENIED", "FAILED_PRECONDITION", "ABORTED"
 IN_USE_ELSEWHERE = Finish(FinishReason.ERROR, status_code=StatusCode.ALREADY_EXISTS)
@@ -66,6 +68,7 @@ class WatchedCore(SchedulerCore):
 
     def watch(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self.bout: Bout | None = None  # in which an executor answered that is about to be lost
         self._given_up: dict[tuple[str, int, int], int] = {}  # executor, epoch, seq_id: newest plan then
 
     def preempt(self, state: ExecutorState, seq: Seq, why: str) -> None:
@@ -85,7 +88,7 @@ class WatchedCore(SchedulerCore):
                 )
                 if planned:
                     end = seq.num_computed_tokens
-                    self._ledger.hit(seq.token_ids[0], end - planned, end)
+                    self._ledger.hit(seq.token_ids[0], end - planned, end, self.bout)
         return super().detach(executor_id, now, is_crash=is_crash)
 
     def _end_running(self, state: ExecutorState, seq: Seq, finish: Finish, event: Event) -> None:
@@ -420,6 +423,9 @@ class _ExecutorPeer:
         self._num_late = 0  # epochs in a row whose first step was late
         self._look_at: float | None = None  # when to look again whether a step is late
         self._plans_at: float | None = None  # when to ask again for a plan
+        self._is_doubted = False  # it answered wrongly, and has not rehearsed well since
+        self._rehearsing: SchedulerCore | None = None
+        self._num_fenced = 0
 
     def open(self) -> None:
         """Takes the executor over, sooner or later."""
@@ -450,13 +456,39 @@ class _ExecutorPeer:
         if self._is_over:
             return
         scheduler = self._scheduler
+        self._broken_since = self._look_at = None
+        if self._is_doubted:
+            self._rehearse(response)
+            return
         scheduler.capacity = wire.capacity_of(response)
         scheduler.term = max(scheduler.term, response.term)
         misfits = scheduler.core.attach(self._node.name, response.epoch, scheduler.capacity, scheduler.now)
-        self._broken_since = self._look_at = None
         scheduler.serving_changed()
         scheduler.deliver(misfits)
         self._connect()
+
+    def _rehearse(self, response: executor_pb2.OpenResponse) -> None:
+        """It is given a request that nobody asked for."""
+        core, now, capacity = SchedulerCore(), self._scheduler.now, wire.capacity_of(response)
+        core.attach(self._node.name, response.epoch, capacity, now)
+        count = rehearsal.num_tokens(core.max_total_tokens)
+        core.submit(rehearsal.request(capacity, count, wire.greedy_sampling(count)), now=now)
+        self._rehearsing = core
+        self._scheduler.world.note(self._scheduler.name, f"has {self._node.name} rehearse")
+        self._connect()
+
+    def _rehearsed(self, core: SchedulerCore) -> None:
+        assert self._end is not None
+        self._end.close()
+        self._end = self._rehearsing = None
+        (seq,) = core.sequences.values()
+        assert rehearsal.fault_of(seq) is None
+        self._is_doubted, self._num_fenced = False, 0
+        self.open()
+
+    @property
+    def _core(self) -> SchedulerCore:
+        return self._scheduler.core if self._rehearsing is None else self._rehearsing
 
     def _connect(self) -> None:
         """A stream for the present epoch; what was not answered goes out first, byte for byte."""
@@ -475,14 +507,14 @@ class _ExecutorPeer:
 
     @property
     def _state(self) -> ExecutorState:
-        return self._scheduler.core.executors[self._node.name]
+        return self._core.executors[self._node.name]
 
     def send_plans(self) -> None:
         """As many as the core has and the window lets through."""
         if self._end is None:
             return
         scheduler = self._scheduler
-        while (plan := scheduler.core.schedule(self._node.name, scheduler.now)) is not None:
+        while (plan := self._core.schedule(self._node.name, scheduler.now)) is not None:
             self._end.send(wire.plan_message(plan))
         state = self._state
         for look_at in (state.look_again_at, state.held_until):
@@ -528,10 +560,33 @@ class _ExecutorPeer:
 
     def _receive(self, message: executor_pb2.StepResult) -> None:
         self._broken_since = None
-        outcome = self._scheduler.core.update(self._node.name, wire.result_of(message), self._scheduler.now)
+        result, core, session = wire.result_of(message), self._core, self._state.session
+        due = session.epoch, session.acked_step_id + 1
+        try:
+            check_ids(result, self._state.capacity.vocab_size)
+            outcome = core.update(self._node.name, result, self._scheduler.now)
+        except SessionBrokenError as error:
+            self._give_up_lying(due, error)
+            return
+        if core is self._rehearsing:
+            if core.is_idle:
+                self._rehearsed(core)
+            else:
+                self.send_plans()
+            return
         self._scheduler.deliver(outcome.progressed)
         self._scheduler.deliver(outcome.ended)
         self._scheduler.changed()
+
+    def _give_up_lying(self, step: tuple[int, int], error: SessionBrokenError) -> None:
+        assert step in self._node.lies, f"what is right does not fit: {error}"
+        bout = self._node.lies[step]
+        self._scheduler.world.note(self._scheduler.name, f"gives {self._node.name} up: {error}")
+        assert self._end is not None
+        self._end.close()
+        self._end = None
+        self._is_doubted = True
+        self._lose(is_crash=True, bout=None if bout is None else (self._node.name, bout))
 
     def _stream_ended(self, status: str) -> None:
         if self._is_over:
@@ -550,8 +605,15 @@ class _ExecutorPeer:
             return
         self._lose(is_crash=True)
 
-    def _lose(self, *, is_crash: bool) -> None:
+    def _lose(self, *, is_crash: bool, bout: Bout | None = None) -> None:
         scheduler = self._scheduler
+        if self._rehearsing is not None:
+            self._rehearsing = None
+            scheduler.world.note(scheduler.name, f"fences {self._node.name}")
+            scheduler.process.after(min(MAX_FENCED_SECONDS, RETRY_SECONDS * 2.0**self._num_fenced), self.open)
+            self._num_fenced += 1
+            return
+        scheduler.core.bout = bout
         scheduler.world.note(scheduler.name, f"has lost {self._node.name}")
         ended = scheduler.core.detach(self._node.name, scheduler.now, is_crash=is_crash)
         scheduler.serving_changed()

@@ -52,6 +52,8 @@ def test_the_worlds_meet_what_they_are_made_for() -> None:
         "slow executor": "times slower",
         "executor that hangs": " is late",
         "executor killed by a request": "dies of step",
+        "answer that does not fit": " wrongly: ",
+        "executor that is fenced": "fences executor",
         "stream that has a newer one": "ended: ABORTED",
         "take-over": "leads at term 2",
         "leader that steps down": "steps down",
