@@ -317,7 +317,7 @@ def _members(text: str) -> dict[str, tuple[Any, str]]:
 
 
 def _behind_space(text: str, position: int) -> int:
-    return _NO_SPACE.search(text, position).start()  # type: ignore[union-attr]  # the end is found if nopieces else
+    return _NO_SPACE.search(text, position).start()  # type: ignore[union-attr]  # the end is found if nothing else
 
 
 def _refuse_constant(constant: str) -> NoReturn:
