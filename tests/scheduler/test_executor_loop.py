@@ -27,7 +27,8 @@ async def test_an_executor_held_by_another_scheduler_is_waited_for_and_never_tak
 ) -> None:
     channel = grpc.aio.insecure_channel(shell.executor_address)
     holder: Any = executor_pb2_grpc.ExecutorStub(channel)
-    await until(lambda: executor.num_opened)
+    # A stream that comes after another has opened it says nothing of whose it is before it brings a plan.
+    await until(lambda: executor.streams)
     opened = await holder.Open(executor_pb2.OpenRequest(scheduler_id="another", term=100))
     plans = holder.Execute()
     await plans.write(executor_pb2.BatchPlan(epoch=opened.epoch, step_id=1))
