@@ -58,7 +58,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(command: str, argv: list[str]) -> int:
-    """One command to its end. Ctrl-C, and a reader that has gone (`| head`), end it without a word."""
+    """One command to its end. Ctrl-C, and a reader that has gone (`| head`), end it without a word.
+
+    Of Ctrl-C asyncio has made a cancellation before: a call under way is given up, and with it its request.
+    """
     try:
         try:
             exit_code: int = importlib.import_module(f"chairlift.{command}").main(argv)

@@ -59,8 +59,6 @@ def main(argv: list[str]) -> int:
     except (StartError, ChairliftError) as error:
         print(f"chairlift bench offline: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     Path(result).write_text(json.dumps(report(seconds, works, outputs)) + "\n", encoding="utf-8")
     num_tokens = sum(map(len, outputs))
     print(f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tokens/s")

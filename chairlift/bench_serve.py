@@ -54,8 +54,6 @@ def main(argv: list[str]) -> int:
     except (StartError, ChairliftError) as error:
         print(f"chairlift bench serve: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     result = {"load": _load_of(options)} | result
     if options.result is not None:
         options.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

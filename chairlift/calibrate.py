@@ -205,8 +205,6 @@ def main(argv: list[str]) -> int:
     except (AddressError, StartError, Failure, FitError, OSError) as error:
         print(f"chairlift calibrate: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     tell(found.sentence)
     tell(
         f"simulate it with --step-times {options.out or 'FILE'} --num-blocks {capacity.num_blocks} "

@@ -62,8 +62,6 @@ def main(argv: list[str]) -> int:
     except TargetsError as error:
         print(f"chairlift capacity: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

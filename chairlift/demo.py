@@ -79,8 +79,6 @@ def main(argv: list[str]) -> int:
     except (StartError, ChairliftError) as error:
         console.print(f"chairlift demo: {error}", style="red", soft_wrap=True)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 async def _demo(model: str, dtype: str, console: Console) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import signal
 import sys
 
 from chairlift.asking import Options, Prompt
@@ -22,7 +21,7 @@ _WHY = {
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0, 1 when the call fails or the answer was cut off, 130 after Ctrl-C."""
+    """Returns the exit code: 0, or 1 when the call fails or the answer was cut off."""
     options, _ = parsed(_parser(), argv)
     try:
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -30,8 +29,6 @@ def main(argv: list[str]) -> int:
     except (ChairliftError, ValueError) as error:
         print(f"chairlift generate: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # asyncio has cancelled the call, and with it the request
-        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -35,8 +35,6 @@ def main(argv: list[str]) -> int:
     except DifferentError as error:
         print(f"chairlift replay: {options.record}: the plans differ. {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -71,8 +71,6 @@ def main(argv: list[str]) -> int:
     except (LoadError, SetupError, StepTimesError, pictures.NoPicturesError, OSError) as error:
         print(f"chairlift simulate: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     if not options.quiet:
         for rate, (summaries, _) in zip(options.rates or [None], runs, strict=True):
             show(table(summaries, rate))

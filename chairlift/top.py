@@ -6,7 +6,6 @@ The live page's picture, from the same source: the router's Watch. What is drawn
 
 import asyncio
 import contextlib
-import signal
 import sys
 import time
 
@@ -76,8 +75,6 @@ def main(argv: list[str]) -> int:
     except ChairliftError as error:
         print(f"chairlift top: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     return 0
 
 

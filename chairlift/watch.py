@@ -1,7 +1,6 @@
 """`chairlift watch`: follows the batch of a running router, one line for each change of its membership."""
 
 import asyncio
-import signal
 import sys
 
 from chairlift.about import about
@@ -36,8 +35,6 @@ def main(argv: list[str]) -> int:
     except ChairliftError as error:
         print(f"chairlift watch: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
 
 
 async def _follow(router: Router) -> int:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
+# What is no longer than this is looked at, or made, at once: that takes a millisecond or less.
+INLINE_BYTES: Final = 64 * 1024
+INLINE_TOKENS: Final = 2048
 # Not many: each that computes may be the next to get the lock, in place of the loop.
 _THREADS: Final = ThreadPoolExecutor(3, "aside")
 _SWITCH_SECONDS: Final = 0.001

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 import grpc
 
+from router import aside
 from router.request_log import ChoiceLog, Delta, End, FinishReason, RequestLog
 from rpc.errors import RequestError, invalid
 
@@ -71,14 +72,11 @@ class Call:
         return max(choice.num_unread_logprobs for log in self.logs for choice in log.choices)
 
     @property
-    def num_unread(self) -> int:
-        """Token ids that wait for the client, of all choices."""
-        return sum(choice.num_unread for log in self.logs for choice in log.choices)
-
-    @property
-    def num_numbers(self) -> int:
-        """Log-probabilities that wait for a client who has been told nothing yet."""
-        return sum(log.num_prompt_numbers + log.num_unread_numbers for log in self.logs)
+    def is_long(self) -> bool:
+        """Whether all that waits, for a client who has been told nothing yet, is put into words aside."""
+        num_tokens = sum(choice.num_unread for log in self.logs for choice in log.choices)
+        num_numbers = sum(log.num_prompt_numbers + log.num_unread_numbers for log in self.logs)
+        return num_tokens > aside.INLINE_TOKENS or num_numbers > INLINE_NUMBERS
 
     def fail(self, failure: RequestError) -> None:
         """Nothing more will come: whoever waits gets this failure."""

@@ -48,7 +48,6 @@ from rpc.tracing import Tracer
 
 # Texts up to this long are tokenized at once (well under a millisecond); longer ones in a thread.
 _INLINE_CHARACTERS: Final = 2048
-_INLINE_TOKENS: Final = 2048
 _INLINE_MESSAGES: Final = 64
 _TOKENIZER_THREADS: Final = 2
 # A client whose time is up hangs up, and we may learn it before our own clock says so.
@@ -322,7 +321,7 @@ class Intake:
                     ) from error
 
         num_received = sum(len(token_ids) for _, token_ids in resume.received)
-        await aside.done(run_again, is_long=num_received > _INLINE_TOKENS)
+        await aside.done(run_again, is_long=num_received > aside.INLINE_TOKENS)
 
     def _submit(self, begun: _Begun, call: Call) -> None:
         """Hands a request to its scheduler, or tells it from what is here. Raises RequestError.
@@ -430,7 +429,7 @@ class Intake:
             validation.check_token_ids("token_ids", ids, vocab_size)
             return self.model.tokenizer.decode(ids, include_special=include_special)
 
-        return await aside.done(decode, is_long=len(token_ids) > _INLINE_TOKENS)
+        return await aside.done(decode, is_long=len(token_ids) > aside.INLINE_TOKENS)
 
 
 def _is_long(prompt: str | abc.Sequence[int] | validation.Conversation | None) -> bool:
@@ -442,7 +441,7 @@ def _is_long(prompt: str | abc.Sequence[int] | validation.Conversation | None) -
             num_calls = sum(len(turn.tool_calls) for turn in messages[:_INLINE_MESSAGES])
             return len(messages) > _INLINE_MESSAGES or num_calls > _INLINE_MESSAGES
         case _:
-            return len(prompt) > _INLINE_TOKENS
+            return len(prompt) > aside.INLINE_TOKENS
 
 
 def _limits(welcome: Welcome) -> validation.Limits:

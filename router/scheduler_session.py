@@ -330,7 +330,10 @@ class SchedulerSession:
         if self._away_since is None or now < self._away_since + self._recovery_timeout_seconds:
             return []
         self._cancels.clear()  # the scheduler has long aborted what nobody asked for again
-        message = f"The request could not go on: {self.refusal or 'the scheduler was away'}."
+        why = self.refusal or "the scheduler was away"
+        if self._state is _State.GREETED and not self._serving_status.reason:
+            why = self._away_reason  # a stream that has just begun says nothing newer
+        message = f"The request could not go on: {why}."
         end = End(FinishReason.ERROR, message=message, status_code=UNAVAILABLE)
         requests = dict.fromkeys(live.request for live in self._live.values())
         for live in self._live.values():

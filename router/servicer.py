@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections import abc
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import structlog
@@ -25,10 +25,6 @@ from router.scheduler_pool import SchedulerPool
 from router.stall import STALL_SECONDS, StalledError, StallGuard
 from rpc.errors import RequestError, abort, invalid
 from rpc.version import version
-
-# What is no longer than this is looked at, or made, at once; the rest aside.
-_INLINE_BYTES: Final = 64 * 1024
-_INLINE_TOKENS: Final = 2048
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -89,8 +85,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             async with self._call(request, context, caller) as call:
                 await call.until_taken_in()
                 await call.until_ended()
-                is_long = call.num_numbers > INLINE_NUMBERS or call.num_unread > _INLINE_TOKENS
-                return await aside.done(partial(wire.response, call.logs[0]), is_long=is_long)
+                return await aside.done(partial(wire.response, call.logs[0]), is_long=call.is_long)
 
     @contextlib.asynccontextmanager
     async def _call(
@@ -100,7 +95,9 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         received_at = time.monotonic()
         remaining_seconds = context.time_remaining()
         body = wire.body(request)
-        digest = await aside.done(lambda: hashlib.sha256(body).digest(), is_long=len(body) > _INLINE_BYTES)
+        digest = await aside.done(
+            lambda: hashlib.sha256(body).digest(), is_long=len(body) > aside.INLINE_BYTES
+        )
         arrival = Arrival(
             received_at=received_at,
             deadline=None if remaining_seconds is None else received_at + remaining_seconds,
@@ -126,7 +123,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             max_total_tokens = self._intake.welcome().max_total_tokens
             return await aside.done(
                 partial(wire.tokenized, token_ids, max_total_tokens),
-                is_long=len(token_ids) > _INLINE_TOKENS,
+                is_long=len(token_ids) > aside.INLINE_TOKENS,
             )
 
     async def Detokenize(

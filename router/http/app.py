@@ -54,9 +54,6 @@ _SECURITY_HEADERS: Final = [
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_HEADERS: Final = 100
 _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
-# What is no longer than this is made at once, the rest aside.
-_INLINE_BYTES: Final = 64 * 1024
-_INLINE_TOKENS: Final = 2048
 
 _log = structlog.get_logger()
 
@@ -195,7 +192,7 @@ class HttpApp:
             )
             if not asked.stream:
                 await call.until_ended()
-                is_long = call.num_numbers > INLINE_NUMBERS or call.num_unread > _INLINE_TOKENS
+                is_long = call.is_long
                 body = await aside.done(lambda: encoded(answer.whole(), is_long=is_long), is_long=is_long)
                 await exchange.answer_encoded(body, headers=headers)
                 return
@@ -257,14 +254,14 @@ class HttpApp:
         tokens = await self._intake.tokenize(asked.prompt)
         max_model_len = self._intake.welcome().max_total_tokens
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len}
-        await _answer_aside(exchange, answer, is_long=len(tokens) > _INLINE_TOKENS)
+        await _answer_aside(exchange, answer, is_long=len(tokens) > aside.INLINE_TOKENS)
 
     async def _detokenize(self, exchange: Exchange) -> None:
         exchange.names = {"token_ids": "tokens"}
         asked: Detokenizing = await self._read("detokenizing", await self._body(exchange))
         self._intake.check_model(asked.model)
         text = await self._intake.detokenize(asked.token_ids, include_special=asked.include_special)
-        await _answer_aside(exchange, {"prompt": text}, is_long=len(text) > _INLINE_BYTES)
+        await _answer_aside(exchange, {"prompt": text}, is_long=len(text) > aside.INLINE_BYTES)
 
     # --- the live page ------------------------------------------------------------------------------
 
@@ -331,7 +328,7 @@ async def _digest(body: list[bytes]) -> bytes:
             hashed.update(piece)
         return hashed.digest()
 
-    return await aside.done(digest, is_long=sum(map(len, body)) > _INLINE_BYTES)
+    return await aside.done(digest, is_long=sum(map(len, body)) > aside.INLINE_BYTES)
 
 
 class _Endpoint:

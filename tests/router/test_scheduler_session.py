@@ -539,6 +539,18 @@ def test_breaks_of_the_protocol_that_follow_one_another_count_as_being_away() ->
     assert request.choices[0].end is not None
 
 
+def test_a_request_given_up_as_a_stream_begins_hears_what_it_waited_for() -> None:
+    session, request = new_session(recovery_timeout_seconds=60.0), new_request()
+    opened(session)
+    session.submit(request, 100.0)
+    session.broke_protocol("it babbles", 100.0)
+    session.connected()
+    assert session.expire(160.0) == [Progressed(request)]
+    end = request.choices[0].end
+    assert end is not None
+    assert end.message == "The request could not go on: it babbles."
+
+
 def test_breaks_far_apart_are_affairs_of_their_own() -> None:
     session, request = new_session(recovery_timeout_seconds=60.0), new_request()
     opened(session)
