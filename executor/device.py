@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from executor.inputs import SampleRow, StepBatch, StepInputs, build_inputs
 from executor.sequences import BatchPlan, MatcherOf, PromptLogprobs, Sampled, SequenceTable, StepResult
 
 T = TypeVar("T")
+
+IDLE_SECONDS: Final = 0.05
+"""Longer than a plan takes from the end of a step to the begin of the next."""
 
 
 class Fingerprints(Protocol):
@@ -149,6 +152,9 @@ class Runner(Protocol):
     def warm_up(self) -> None:
         """Make one real token. Raises when the device cannot."""
 
+    def work_ahead(self) -> bool:
+        """Do a few milliseconds of what later steps would wait for; returns whether there was any."""
+
     def step(self, inputs: StepInputs, sample_rows: Sequence[SampleRow]) -> StepOutput:
         """Compute one step."""
 
@@ -235,11 +241,15 @@ class DeviceThread:
 
     What is there `Later` is waited for in a second thread, so that the jobs behind it run meanwhile. Both
     threads are daemons: a step that never returns does not keep the process from ending.
+
+    `work_ahead`, once it is set, is called while there has been no job for `IDLE_SECONDS`, until it returns
+    False or a job comes.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.work_ahead: Callable[[], bool] = lambda: False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
         self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -308,5 +318,14 @@ class DeviceThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next_job()) is not None:
             job()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        seconds = IDLE_SECONDS
+        while True:
+            with suppress(Empty):
+                return self._jobs.get(timeout=seconds)
+            if not self.work_ahead():
+                return self._jobs.get()
+            seconds = 0.0

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from executor import control_groups, memory
+from executor import control_groups, memory, pages_ahead
 from executor.model.config import ModelConfig
 from executor.model.errors import ModelError
 
@@ -63,6 +63,7 @@ class KVCache:
                 f"num_blocks {num_blocks} of {block_size} tokens need {num_bytes / 2**30:.1f} GiB on "
                 f"{device.type}, which could not be allocated; use fewer."
             ) from error
+        self._pages_ahead = pages_ahead.of(storage.flatten(0, 1))
         views = storage.transpose(3, 4)
         self._layers = tuple(LayerCache(keys, values) for keys, values in views)
 
@@ -80,6 +81,15 @@ class KVCache:
     def trash_block_id(self) -> int:
         """The block that belongs to no sequence."""
         return self.num_blocks
+
+    def used(self, block_id: int) -> None:
+        """This block is the highest of those that a step writes to; the next higher ones come next."""
+        if self._pages_ahead is not None and block_id != self.trash_block_id:
+            self._pages_ahead.used(block_id)
+
+    def take_pages_ahead(self) -> bool:
+        """Take a few megabytes of memory for blocks not yet in use. Returns whether any was wanted."""
+        return self._pages_ahead is not None and self._pages_ahead.take()
 
     def layer(self, index: int) -> LayerCache:
         """The cache of layer `index`."""

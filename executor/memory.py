@@ -4,6 +4,7 @@ Weights are read from end to end at every step, and KV blocks lie anywhere: with
 looks up addresses for a good part of that time. Pages are taken when they are first touched, and are zero.
 """
 
+import ctypes
 import math
 import mmap
 from typing import Final
@@ -14,11 +15,23 @@ from torch import Tensor
 HUGE_PAGE_BYTES: Final = 2 << 20  # on x86-64
 _ALIGNMENT_BYTES: Final = 64
 _SLAB_BYTES: Final = 64 << 20
+_POPULATE_WRITE: Final = 23  # of Linux from 5.14 on; `mmap` has no name for it
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor of zeros. Raises OSError when there is no room for it."""
     return torch.frombuffer(_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def take_pages(tensor: Tensor) -> None:
+    """Take the pages that a contiguous tensor lies in as if it were written to; what is in them stays.
+
+    Where the kernel does not know this call, or has no memory, nothing happens: a first write asks again.
+    """
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    _madvise(start, tensor.data_ptr() + tensor.nbytes - start, _POPULATE_WRITE)
 
 
 class Arena:

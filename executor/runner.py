@@ -304,6 +304,7 @@ class ModelRunner:
         error in the result; it is no exception.
         """
         started = time.perf_counter_ns()
+        self._kv_cache.used(int(inputs.slot_mapping.max()) // self.block_size)
         with self._ranks.leading(inputs):
             hidden = self._model.forward(inputs, self._kv_cache)
             scores = [self._score(hidden, scored) for scored in inputs.scored]
@@ -354,6 +355,10 @@ class ModelRunner:
         if not invariant:
             log.warning("not_row_invariant", numerics=self._fingerprints.numerics)
         return invariant
+
+    def work_ahead(self) -> bool:
+        """Do a few milliseconds of what later steps would wait for; returns whether there was any."""
+        return self._kv_cache.take_pages_ahead()
 
     def warm_up(self) -> None:
         """Make one real token, in the block that belongs to no sequence.

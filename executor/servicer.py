@@ -407,7 +407,9 @@ async def serve(
             await asyncio.gather(*work, return_exceptions=True)
 
     async def serve_runner() -> None:
-        servicer.ready(await _warm(device, load))
+        runner = await _warm(device, load)
+        device.work_ahead = runner.work_ahead
+        servicer.ready(runner)
         health.serving(True)
         await device_lost
 

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -98,6 +99,32 @@ async def test_jobs_run_while_another_ones_outcome_is_waited_for_and_outcomes_ke
     assert seen == [f"first in {thread}", f"second in {thread}"]
     assert len(threads) == 2
     device.close()
+
+
+async def test_what_can_be_done_ahead_is_done_while_there_is_no_job_and_jobs_come_between() -> None:
+    device = DeviceThread()
+    pieces = 0
+    some, all_done = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def piece() -> bool:
+        nonlocal pieces
+        pieces += 1
+        if pieces == 3:
+            loop.call_soon_threadsafe(some.set)
+        if pieces == 2000:
+            loop.call_soon_threadsafe(all_done.set)
+        time.sleep(0.0005)
+        return pieces < 2000
+
+    device.work_ahead = piece
+    await device.call(lambda: None)
+    async with asyncio.timeout(20):
+        await some.wait()
+        assert await device.call(lambda: pieces) < 2000
+        await all_done.wait()
+        assert await device.call(lambda: "still there") == "still there"
+    assert device.close()
 
 
 async def test_a_wait_that_raises_leaves_the_word_to_the_outcome() -> None:

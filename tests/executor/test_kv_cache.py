@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from executor import kv_cache
+from executor import kv_cache, memory
 from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
 from executor.model import ModelError
 from executor.model.config import LayerKind, ModelConfig, Rope
@@ -82,6 +82,17 @@ def test_another_cache_has_the_same_shape_but_for_its_blocks() -> None:
     assert (cache.num_blocks, cache.block_size) == (2, 8)
     assert cache.layer(0).keys.shape == (3, 8, 2, 16)
     assert cache.layer(0).keys.dtype == torch.bfloat16
+
+
+def test_no_pages_are_wanted_ahead_of_the_block_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "HUGE_PAGE_BYTES", 4096)
+    cache = KVCache(CONFIG, num_blocks=64, block_size=8, dtype=torch.float32, device=CPU)
+    while cache.take_pages_ahead():
+        pass
+    cache.used(cache.trash_block_id)
+    assert not cache.take_pages_ahead()
+    cache.used(63)
+    assert cache.take_pages_ahead()
 
 
 def test_default_leaves_memory_to_others_on_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import mmap
+import resource
 from itertools import pairwise
 
 import pytest
@@ -28,6 +29,25 @@ def test_an_arenas_tensors_outlive_it() -> None:
     tensor = memory.Arena().zeros(100, torch.float32)
     tensor.fill_(2.0)
     assert tensor.sum() == 200
+
+
+def test_pages_that_were_taken_hold_what_they_held_and_are_not_waited_for() -> None:
+    tensor = memory.zeros((8 << 20,), torch.uint8)
+    tensor[5] = 7
+    memory.take_pages(tensor[3:-9])
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    tensor[6:] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 4
+    assert tensor[5] == 7
+
+
+def test_a_kernel_that_cannot_take_pages_leaves_them_to_the_first_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "_POPULATE_WRITE", 9999)
+    tensor = memory.zeros((1 << 20,), torch.uint8)
+    memory.take_pages(tensor)
+    assert not tensor.any()
 
 
 def test_small_pages_do_where_there_are_no_huge_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,9 @@ class GatedRunner(ScriptedRunner):
         if self.is_lost:
             raise RuntimeError("the device fell off the bus")
 
+    def work_ahead(self) -> bool:
+        return False
+
     def step(self, inputs: StepInputs, sample_rows: Sequence[SampleRow]) -> Any:
         self.num_steps += 1
         self.started.release()

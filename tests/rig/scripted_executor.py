@@ -234,6 +234,10 @@ class ScriptedRunner:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
+    def work_ahead(self) -> bool:
+        """Nothing to do."""
+        return False
+
     def admit(self, new: NewSequence) -> None:
         """Find the script of a sequence, in order of admission."""
         prompt = new.token_ids[: new.num_prompt_tokens]
