@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -135,6 +136,45 @@ async def test_requests_wait_for_a_restarted_scheduler_and_go_on_there(tmp_path:
             client.release(request, LEAVE)
             await second.until(lambda: bool(second.cancels))
             assert client.num_live == 0
+
+
+async def test_a_message_for_a_hundred_requests_wakes_some_at_a_time_and_others_have_their_turn(
+    tmp_path: Path,
+) -> None:
+    changes, scheduler = Changes(), ScriptedScheduler()
+    client = new_client(f"unix:{tmp_path}/s.sock", changes)
+    requests = [new_request(f"r{number}") for number in range(100)]
+    woken: Counter[int] = Counter()
+    turn, is_due = 0, False
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while sum(woken.values()) < len(requests):
+            turn += 1
+            await asyncio.sleep(0)
+
+    def wake() -> None:
+        if is_due:
+            woken[turn] += 1
+
+    async with running(SchedulerPool([client])), serving(scheduler, tmp_path / "s.sock"):
+        await changes.until_serving(client)
+        for request in requests:
+            client.submit(request, wake)
+        await scheduler.submitted(len(requests))
+        await eventually(lambda: all(request.taken_in for request in requests))
+        handles = [submit.handle for submit in scheduler.submits]
+        is_due = True
+        counting = asyncio.create_task(count_turns())
+        await scheduler.send(
+            scheduler_pb2.StepOutput(handles=handles, num_tokens=[1] * 100, token_ids=[97] * 100)
+        )
+        async with asyncio.timeout(20):
+            await counting
+        for request in requests:
+            assert list(request.choices[0].output_token_ids) == [97]
+            client.release(request, LEAVE)
+    assert max(woken.values()) <= 16
 
 
 class Babbling(ScriptedScheduler):
