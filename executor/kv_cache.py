@@ -1,11 +1,12 @@
 """The tensors that hold keys and values, in blocks. Which block belongs to whom is not known here.
 
-One layer's keys (values alike), as allocated:
+One layer, as allocated:
 
-    [ num_blocks + 1 | num_kv_heads | block_size | head_dim ]
-      block b          head h         slot s       one vector, contiguous
+    [ num_blocks + 1 | num_kv_heads | keys, values | block_size | head_dim ]
+      block b          head h                        slot s       one vector, contiguous
 
-Head-major inside a block, so that one head's keys of a block are one run of memory. Kernels get the permuted
+Head-major inside a block, so that one head's keys of a block are one run of memory, and its values the next:
+who reads the one has the processor fetch the other, and looks one address up for both. Kernels get the permuted
 view `[num_blocks + 1, block_size, num_kv_heads, head_dim]`, in which token `slot` of a sequence stands at
 `[slot // block_size, slot % block_size]`. Our own CPU kernels lay a head's numbers of a block out otherwise
 (`executor/kernels/rows.hpp`), within the same run. The last block, `trash_block_id`, belongs to no sequence,
@@ -54,7 +55,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._config, self._dtype, self._device = config, dtype, device
-        shape = (config.num_layers, 2, num_blocks + 1, config.num_kv_heads, block_size, config.head_dim)
+        shape = (config.num_layers, num_blocks + 1, config.num_kv_heads, 2, block_size, config.head_dim)
         try:
             storage = zeros(shape, dtype, device)
         except (RuntimeError, OSError) as error:
@@ -63,9 +64,9 @@ class KVCache:
                 f"num_blocks {num_blocks} of {block_size} tokens need {num_bytes / 2**30:.1f} GiB on "
                 f"{device.type}, which could not be allocated; use fewer."
             ) from error
-        self._pages_ahead = pages_ahead.of(storage.flatten(0, 1))
-        views = storage.transpose(3, 4)
-        self._layers = tuple(LayerCache(keys, values) for keys, values in views)
+        self._pages_ahead = pages_ahead.of(storage)
+        views = storage.transpose(2, 4)  # [layers, blocks, slots, keys or values, heads, numbers]
+        self._layers = tuple(LayerCache(*layer.unbind(2)) for layer in views)
 
     def another(self, num_blocks: int) -> "KVCache":
         """A cache of the same model with so many blocks."""

@@ -33,7 +33,7 @@ struct AttentionCall {
 };
 
 constexpr int TILE = LANES;  // positions
-constexpr int FETCHED_TILES = 16, FETCHED_LINES = 4;
+constexpr int FETCHED_TILES = 16, FETCHED_LINES = 4, TILES_AHEAD = 2;
 
 static INLINE int padded_to_tile(int count) { return (count + TILE - 1) / TILE * TILE; }
 
@@ -53,11 +53,11 @@ static INLINE void grow(std::vector<Item>& items, size_t count) {
 template <class Type>
 static void copy_keys(const AttentionCall& it, const int32_t* table, int head, int first, int count, Type* to) {
     constexpr int PER = PER_UNIT<Type>;
-    size_t run = (size_t)it.block_size * it.head_dim;
+    size_t runs = (size_t)RUNS * it.block_size * it.head_dim;
     for (int i = 0; i < count; i++) {
         int position = first + i, offset = position % it.block_size;
         const Type* from =
-            (const Type*)it.keys + ((size_t)table[position / it.block_size] * it.num_kv_heads + head) * run;
+            (const Type*)it.keys + ((size_t)table[position / it.block_size] * it.num_kv_heads + head) * runs;
         Places places = key_places<Type>(offset, it.head_dim, it.block_size);
         from += places.begin;
         for (int n = 0; n < it.head_dim; n += PER, from += places.step)
@@ -68,12 +68,12 @@ static void copy_keys(const AttentionCall& it, const int32_t* table, int head, i
 template <class Type>
 static void copy_values(const AttentionCall& it, const int32_t* table, int head, int first, int count, Type* to) {
     constexpr int PER = PER_UNIT<Type>;
-    size_t run = (size_t)it.block_size * it.head_dim;
+    size_t runs = (size_t)RUNS * it.block_size * it.head_dim;
     memset((void*)to, 0, sizeof(Type) * TILE * it.head_dim);
     for (int i = 0; i < count; i++) {
         int position = first + i, offset = position % it.block_size;
         const Type* from =
-            (const Type*)it.values + ((size_t)table[position / it.block_size] * it.num_kv_heads + head) * run;
+            (const Type*)it.values + ((size_t)table[position / it.block_size] * it.num_kv_heads + head) * runs;
         Places places = value_places<Type>(offset, it.head_dim, it.block_size);
         from += places.begin;
         for (int n = 0; n < it.head_dim; n++, from += places.step)
@@ -154,6 +154,7 @@ struct QueryBlock {
     int stride;  // of scores: an odd number of cache lines, lest rows want the same places in the cache
     size_t row_units, tile_units;
     bool in_place;  // tiles lie in the cache as products read them
+    bool is_thin;   // few rows: there is less to compute with the cache than to wait for it
 
     QueryBlock(const AttentionCall& call, Room& own, int row, int kv_head, int query)
         : it(call), room(own), head(kv_head), group(call.num_heads / call.num_kv_heads), head_dim(call.head_dim),
@@ -171,6 +172,7 @@ struct QueryBlock {
         row_units = head_dim / PER;
         tile_units = TILE * row_units;
         in_place = it.block_size % TILE == 0;
+        is_thin = in_place && count <= MOST_ROWS / 2;
     }
 
     int token_of(int i) const { return first_token + (first_query + i) / group; }
@@ -183,15 +185,24 @@ struct QueryBlock {
     const uint32_t* tile_in(const void* cache, int tile, int kv_head) const {
         int position = first + tile * TILE;
         size_t block = (size_t)table[position / it.block_size] * it.num_kv_heads + kv_head;
-        return (const uint32_t*)((const Type*)cache + (block * it.block_size + position % it.block_size) * head_dim);
+        return (const uint32_t*)((const Type*)cache + (block * RUNS * it.block_size + position % it.block_size) * head_dim);
+    }
+
+    static void fetch_lines(const uint32_t* from, size_t count) {
+        for (size_t line = 0; line < count; line++) __builtin_prefetch(from + line * LANES, 0, 2);
     }
 
     // The beginnings of runs that will be read: from there on the processor fetches by itself.
     void fetch(const void* cache, int kv_head) const {
         if (!in_place) return;
         for (int tile = 0; tile < std::min(num_tiles, FETCHED_TILES); tile++)
-            for (int line = 0; line < FETCHED_LINES; line++)
-                __builtin_prefetch(tile_in(cache, tile, kv_head) + line * LANES, 0, 2);
+            fetch_lines(tile_in(cache, tile, kv_head), FETCHED_LINES);
+    }
+
+    // While the keys of a tile are read: its values, which lie close behind them, and the beginning of keys to come.
+    void fetch_beside(int tile) const {
+        if (tile + TILES_AHEAD < num_tiles) fetch_lines(tile_in(it.keys, tile + TILES_AHEAD), FETCHED_LINES);
+        fetch_lines(tile_in(it.values, tile), tile_units / LANES);
     }
 
     void take_queries() {
@@ -212,9 +223,11 @@ struct QueryBlock {
     void score() {
         grow(room.scores, (size_t)count * stride);
         grow(room.key_panels, 2 * tile_units);
-        for (int tile = 0; tile < num_tiles; tile += 2) {
+        int together = is_thin ? 1 : 2;  // one place after the other is read faster than two at once
+        for (int tile = 0; tile < num_tiles; tile += together) {
+            if (is_thin) fetch_beside(tile);
             const uint32_t* panel = key_panel(tile, 0);
-            bool is_pair = tile + 1 < num_tiles;
+            bool is_pair = together == 2 && tile + 1 < num_tiles;
             Operands by_keys;
             by_keys.a = room.query.data(), by_keys.a_stride = row_units;
             by_keys.segments = &panel, by_keys.num_segments = 1, by_keys.segment_units = (int)row_units;
@@ -272,7 +285,7 @@ struct QueryBlock {
     // `is_last`: this thread does not go on with the next head.
     void attend(bool is_last) {
         float sums[MOST_ROWS];
-        fetch(it.values, head);
+        if (!is_thin) fetch(it.values, head);
         take_queries();
         score();
         if (!is_last) fetch(it.keys, head + 1);

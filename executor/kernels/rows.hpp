@@ -1,7 +1,7 @@
 // What is done to one token's numbers at a time: norms, rotation, the write into the KV cache.
 //
-// The cache of one layer's keys, and of its values, is `[block | kv head | block_size * head_dim numbers]`; one
-// head's numbers of one block lie as the products of attention read them:
+// The cache of one layer is `[block | kv head | keys, values | block_size * head_dim numbers]`; one head's numbers of
+// one block lie as the products of attention read them:
 //
 //     keys     [ block_size / 16 | head_dim / PER_UNIT | 16 slots | PER_UNIT ]     panels of sixteen slots
 //     values   [ block_size / PER_UNIT | head_dim | PER_UNIT ]                     units of neighbouring slots
@@ -14,6 +14,7 @@
 #include "pool.hpp"
 
 constexpr int MOST_HEAD_DIM = 512;
+constexpr int RUNS = 2;  // of a head in a block: its keys, its values
 
 // The arrays of one step, T tokens of R sequences: all that changes from a step to the next of as many tokens.
 struct StepArrays {
@@ -147,7 +148,7 @@ static void rotate_and_store(const RotateCall& it) {
         Places to_keys = key_places<Type>(offset, head_dim, block_size);
         Places to_values = value_places<Type>(offset, head_dim, block_size);
         auto run_in = [&](void* cache, int kv_head) {
-            return (Type*)cache + (block * it.num_kv_heads + kv_head) * block_size * head_dim;
+            return (Type*)cache + (block * it.num_kv_heads + kv_head) * RUNS * block_size * head_dim;
         };
         // The lines to be written come from memory while the queries are turned.
         for (int i = 0; i < it.num_kv_heads; i++) {
