@@ -6,11 +6,11 @@ One layer, as allocated:
       block b          head h                        slot s       one vector, contiguous
 
 Head-major inside a block, so that one head's keys of a block are one run of memory, and its values the next:
-who reads the one has the processor fetch the other, and looks one address up for both. Kernels get the permuted
-view `[num_blocks + 1, block_size, num_kv_heads, head_dim]`, in which token `slot` of a sequence stands at
-`[slot // block_size, slot % block_size]`. Our own CPU kernels lay a head's numbers of a block out otherwise
-(`executor/kernels/rows.hpp`), within the same run. The last block, `trash_block_id`, belongs to no sequence,
-now or ever: rows that pad a batch, and the warm-up, write there.
+who reads the one has the processor fetch the other, and looks one address up for both. Kernels get the
+permuted view `[num_blocks + 1, block_size, num_kv_heads, head_dim]`, in which token `slot` of a sequence
+stands at `[slot // block_size, slot % block_size]`. Our own CPU kernels lay a head's numbers of a block out
+otherwise (`executor/kernels/rows.hpp`), within the same run. The last block, `trash_block_id`, belongs to no
+sequence, now or ever: rows that pad a batch, and the warm-up, write there.
 
 Allocated as zeros: kernels multiply what lies past a sequence's end with a probability of zero, and that must
 not be a NaN.
@@ -65,8 +65,7 @@ class KVCache:
                 f"{device.type}, which could not be allocated; use fewer."
             ) from error
         self._pages_ahead = pages_ahead.of(storage)
-        views = storage.transpose(2, 4)  # [layers, blocks, slots, keys or values, heads, numbers]
-        self._layers = tuple(LayerCache(*layer.unbind(2)) for layer in views)
+        self._layers = layers_of(storage)
 
     def another(self, num_blocks: int) -> "KVCache":
         """A cache of the same model with so many blocks."""
@@ -95,6 +94,12 @@ class KVCache:
     def layer(self, index: int) -> LayerCache:
         """The cache of layer `index`."""
         return self._layers[index]
+
+
+def layers_of(storage: Tensor) -> tuple[LayerCache, ...]:
+    """The layers of `[layers, blocks, kv heads, keys and values, block_size, head_dim]`."""
+    blocks_of_slots = storage.transpose(2, 4)
+    return tuple(LayerCache(*layer.unbind(2)) for layer in blocks_of_slots)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

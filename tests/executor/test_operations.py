@@ -15,7 +15,7 @@ from executor.attention.reference import ReferenceAttention
 from executor.inputs import SampleRow, StepInputs, build_inputs
 from executor.kernels import build
 from executor.kernels.library import Kernels
-from executor.kv_cache import LayerCache
+from executor.kv_cache import layers_of
 from executor.operations.base import Activation, Norm, Operations, StepTensors
 from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
@@ -189,9 +189,8 @@ class Context:
         blocks = [-(-seq_len // of.block_size) for seq_len in seq_lens]
         free = rng.permutation(sum(blocks) + 2).astype(np.int32)
         self.tables = np.split(free, np.cumsum(blocks))[: len(blocks)]
-        shape = (len(free), of.num_kv_heads, of.block_size, of.head_dim)
-        sides = [torch.full(shape, torch.nan, dtype=of.dtype).transpose(1, 2) for _ in range(2)]
-        self.cache = LayerCache(*sides)
+        shape = (1, len(free), of.num_kv_heads, 2, of.block_size, of.head_dim)
+        (self.cache,) = layers_of(torch.full(shape, torch.nan, dtype=of.dtype))
         self.qkv = random(rng, sum(seq_lens), (of.num_heads + 2 * of.num_kv_heads) * of.head_dim)
         self.seq_lens = seq_lens
 
