@@ -5,9 +5,14 @@
                                                  └ plan k+1 leaves
 
 A plan that leaves early hides the network as well as one that leaves late, but whoever comes after it waits
-for one step more. The margin covers the way there and back (nearly always: p99 of the newest ones) and steps
-that end before their time (mostly: a step caught out costs one way of idleness, waiting for the worst of them
-would cost newcomers a part of every step). Pure: time comes in as an argument.
+for one step more. The margin covers the way there and back, and steps that end before their time (mostly: a
+step caught out costs one way of idleness, waiting for the worst of them would cost newcomers a part of every
+step). Pure: time comes in as an argument.
+
+The way is seen where nothing else was under way. Behind a running step it is seen only when it was too long:
+the executor stood still for longer than it mostly does between steps, and the plan had left when it should. A
+plan that left long before tells nothing, however long the executor took to go on. So what is allowed for the
+way rises at once to what was needed, and falls a little with every step.
 """
 
 from bisect import bisect_left, insort
@@ -18,7 +23,10 @@ from scheduler.step_clock import StepClock
 SHORT_STEP_SECONDS = 0.004
 """Below this nothing is won by waiting: a timer is no finer than a millisecond."""
 _TIMER_SECONDS = 0.001
-_WAITED_SECONDS = 0.0002  # a gap at the executor above which it was waiting for its plan
+_WAITED_SECONDS = (
+    0.0005  # beyond twice its usual gap: an executor that stood still so long waited for its plan
+)
+_FALL = 0.02  # of what is allowed for the way, a step
 _NUM_KEPT = 128
 
 
@@ -50,23 +58,30 @@ class Quantile:
 class Pace:
     """The rhythm of one executor under one epoch. Times in seconds."""
 
-    __slots__ = ("_clock", "_early", "_round_trip")
+    __slots__ = ("_clock", "_early", "_gap", "_round_trip")
 
     def __init__(self, clock: StepClock) -> None:
         """`clock`: its steps under way."""
         self._clock = clock
-        self._round_trip = Quantile(0.99)
+        self._round_trip: float | None = None
         self._early = Quantile(0.9)  # by how much results came before their time
+        self._gap = Quantile(0.5)  # what the executor takes from one step to the next
+
+    @property
+    def margin(self) -> float | None:
+        """How long before the end of a step the next plan leaves; None before the way is known."""
+        if self._round_trip is None:
+            return None
+        return self._round_trip + (self._early.value or 0.0) + _TIMER_SECONDS
 
     def held_until(self, now: float) -> float | None:
         """When the plan behind the one that is unanswered may leave; None is now."""
-        step, expected_end = self._clock.running, self._clock.expected_end
-        round_trip = self._round_trip.value
-        if step is None or expected_end is None or round_trip is None or self._clock.num_under_way != 1:
+        step, expected_end, margin = self._clock.running, self._clock.expected_end, self.margin
+        if step is None or expected_end is None or margin is None or self._clock.num_under_way != 1:
             return None
         if step.predicted_seconds is None or step.predicted_seconds < SHORT_STEP_SECONDS:
             return None
-        leave_at = expected_end - round_trip - (self._early.value or 0.0) - _TIMER_SECONDS
+        leave_at = expected_end - margin
         return leave_at if now < leave_at else None
 
     def answered(self, now: float, step_seconds: float, idle_seconds: float) -> float:
@@ -74,10 +89,17 @@ class Pace:
 
         Returns how long it took as seen from here, the wire included.
         """
-        expected_end, began = self._clock.expected_end, self._clock.began
+        expected_end, began, margin = self._clock.expected_end, self._clock.began, self.margin
         step = self._clock.answered(now)
-        if step.was_alone or idle_seconds > _WAITED_SECONDS:
-            self._round_trip.observe(max(0.0, now - step.sent_at - step_seconds))
+        allowed = (self._round_trip or 0.0) * (1 - _FALL)
+        if step.was_alone:
+            self._round_trip = max(allowed, now - step.sent_at - step_seconds)
+        elif margin is not None:
+            gap = self._gap.value or 0.0
+            left_late = began - step.sent_at <= margin + _TIMER_SECONDS
+            waited = left_late and idle_seconds > 2 * gap + _WAITED_SECONDS
+            self._round_trip = allowed + (idle_seconds - gap if waited else 0.0)
+            self._gap.observe(idle_seconds)
         if expected_end is not None:
             self._early.observe(max(0.0, expected_end - now))
         return now - began

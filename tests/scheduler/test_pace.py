@@ -1,4 +1,5 @@
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -75,6 +76,66 @@ def test_steps_that_end_before_their_time_widen_the_margin() -> None:
     until = pace.held_until(now)
     assert until is not None
     assert STEP - 0.015 < until - now + ROUND_TRIP < STEP - 0.005
+
+
+class Line:
+    """An executor behind a network, in its own time; a plan leaves when the pace lets it."""
+
+    def __init__(self) -> None:
+        self.clock = StepClock()
+        self.pace = Pace(self.clock)
+        self.ended = 0.0  # the step that was computed last, by the executor's clock
+        self.sent_at = 0.0
+        self.idle = 0.0
+        self.leads: list[float] = []
+        self.clock.sent(STEP, 0.0)
+
+    def run(self, num_steps: int, way: Callable[[], float], pause: Callable[[], float]) -> None:
+        """So many steps; `way` is how long a message takes, `pause` the executor to go on."""
+        for _ in range(num_steps):
+            begin = max(self.sent_at + way(), self.ended + pause())
+            idle, self.ended = begin - self.ended, begin + STEP
+            until = self.pace.held_until(self.clock.began)
+            answered = self.ended + way()
+            self.sent_at = min(answered, self.clock.began if until is None else until)
+            self.clock.sent(STEP, self.sent_at)
+            self.pace.answered(answered, STEP, idle)
+            self.idle += idle
+            self.leads.append(answered - self.sent_at)
+
+
+@given(st.integers(0, 2**32), st.floats(0.0001, 0.01), st.floats(0, 0.002))
+def test_plans_leave_late_and_the_executor_hardly_waits(seed: int, way: float, pause: float) -> None:
+    rng = random.Random(seed)
+    line = Line()
+    line.run(300, lambda: way * rng.uniform(0.7, 1.3), lambda: pause * rng.random())
+    line.idle, line.leads = 0.0, []
+    line.run(400, lambda: way * rng.uniform(0.7, 1.3), lambda: pause * rng.random())
+    assert line.idle < 400 * (0.03 * STEP + pause)
+    assert sum(line.leads) / len(line.leads) < 2.6 * way + 0.006
+
+
+def test_an_executor_that_takes_its_time_between_steps_is_not_waiting_for_plans() -> None:
+    line = Line()
+    line.run(200, lambda: 0.001, lambda: 0.0)
+    margin = line.pace.margin
+    line.run(200, lambda: 0.001, lambda: 0.0009)
+    assert margin is not None
+    assert line.pace.margin is not None
+    assert line.pace.margin < margin + 0.003
+
+
+def test_one_long_way_is_learnt_at_once_and_forgotten() -> None:
+    line = Line()
+    line.run(50, lambda: 0.001, lambda: 0.0)
+    line.run(1, lambda: 0.02, lambda: 0.0)
+    line.run(1, lambda: 0.001, lambda: 0.0)
+    margin = line.pace.margin
+    assert margin is not None
+    assert margin > 0.015
+    line.run(200, lambda: 0.001, lambda: 0.0)
+    assert line.pace.margin is not None
+    assert line.pace.margin < 0.006
 
 
 # --- the whole core in logical time ---------------------------------------------------------------
