@@ -104,7 +104,7 @@ class ServeSettings(Settings):
     tool_call_parser: str | None = Field(
         default=None,
         description="How the model writes calls of tools: auto (as its chat template shows), hermes, "
-        "llama3_json; none: text stays text.",
+        "llama3_json, mistral; none: text stays text.",
     )
     default_max_tokens: int | None = Field(
         default=None, description="Most tokens when a request does not say."

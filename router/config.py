@@ -53,7 +53,7 @@ class RouterSettings(ServiceSettings):
         description="Whose values stand for sampling fields that a request leaves out: those of the model's "
         "generation config; none: temperature 1 and everything else off.",
     )
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = Field(
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = Field(
         default="auto",
         description="How the model writes calls of tools, which the HTTP door finds in its text; auto: as "
         "its chat template shows; none: text stays text.",

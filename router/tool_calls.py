@@ -2,13 +2,15 @@
 
   HERMES        <tool_call>{"name": "f", "arguments": {}}</tool_call>    Hermes, Qwen 2.5 and 3, SmolLM 3
   LLAMA3_JSON   {"name": "f", "parameters": {}}                          Llama 3; <|python_tag|> may lead it
+  MISTRAL       [{"name": "f", "arguments": {}}]                         Mistral; [TOOL_CALLS] may lead it
 
 Rules:
   1. What comes out is a function of the text, the form and the tools, never of how the text is cut.
   2. A call is an object of a tool's name and an object of arguments; beside them `type` and `id` may stand.
      Whatever begins like one and is none is content, to the letter.
   3. Arguments are handed on as the model wrote them.
-  4. White space around a call is the form's. All other text is content.
+  4. White space around a call is the form's, and between calls and behind the last one their marks, `;` or
+     `,` and `]`. All other text is content.
   5. Held back is what may be of a call: from its first character on, and white space before it.
   6. No character is read twice: behind an attempt that failed, reading goes on where it failed.
 
@@ -25,6 +27,7 @@ from typing import Any, Final, NoReturn, Protocol
 TAG: Final = "<tool_call>"
 _END_TAG: Final = "</tool_call>"
 _PYTHON_TAG: Final = "<|python_tag|>"
+_LIST_TAG: Final = "[TOOL_CALLS]"
 _SPACE: Final = " \t\r\n"
 _NAMES: Final = ("name", "arguments", "parameters", "type", "id")
 _FIRST_NAMES: Final = tuple(f'"{name}"' for name in _NAMES)
@@ -40,6 +43,7 @@ class ToolCallForm(enum.Enum):
 
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def form_of(template: str | None) -> ToolCallForm | None:
         return ToolCallForm.HERMES
     if _PYTHON_TAG in template or _WRITES_PARAMETERS.search(template):
         return ToolCallForm.LLAMA3_JSON
-    return None
+    return ToolCallForm.MISTRAL if _LIST_TAG in template else None
 
 
 class ToolCallParser:
@@ -145,8 +149,7 @@ class ToolCallParser:
     def _content(self, text: str) -> list[str | Called]:
         """Text that is of no call, but for what stands at its end and may be before one."""
         if self._is_behind_call:
-            between = _SPACE + ";" if self._form is ToolCallForm.LLAMA3_JSON else _SPACE
-            if not text.strip(between):
+            if not text.strip(_SPACE + _MARKS[self._form]):
                 self._gap.append(text)
                 return []
             self._is_behind_call = False
@@ -207,6 +210,23 @@ class _OneOf:
         return len(text), _Outcome.MORE
 
 
+class _Opening:
+    """The bracket of a list, behind Mistral's tag or without it."""
+
+    def __init__(self) -> None:
+        self._left: list[_Piece] = [_OneOf("[")]
+        self._is_known = False  # which of both it is
+
+    def read(self, text: str, position: int) -> tuple[int, _Outcome]:
+        position, outcome = _read_on(self._left, text, position)
+        if self._is_known or outcome is not _Outcome.DONE or position == len(text):
+            return position, outcome if self._is_known or outcome is _Outcome.FAILED else _Outcome.MORE
+        self._is_known = True
+        if text[position] == _LIST_TAG[1]:
+            self._left = [_OneOf("["), _Gap(), _OneOf(_LIST_TAG[1:])]
+        return _read_on(self._left, text, position)
+
+
 class _Rest:
     """An object from behind its first name to its end. It only finds the end: JSON is judged when whole."""
 
@@ -250,30 +270,44 @@ class _Rest:
 class _Attempt:
     """Reads what may be a call, piece by piece. `first` is the character that it begins with."""
 
-    __slots__ = ("_left", "has_object")
+    __slots__ = ("_left",)
 
     def __init__(self, form: ToolCallForm, first: str) -> None:
-        self.has_object = False
         pieces: list[_Piece] = [_OneOf("{"), _Gap(), _OneOf(*_FIRST_NAMES), _Rest()]
         if form is ToolCallForm.HERMES:
             pieces = [_OneOf(TAG), _Gap(), *pieces, _Gap(), _OneOf(_END_TAG)]
         elif first == "<":
             pieces = [_OneOf(_PYTHON_TAG), _Gap(), *pieces]
+        elif first == "[":
+            pieces = [_Opening(), _Gap(), *pieces]
         self._left = pieces[::-1]
+
+    @property
+    def has_object(self) -> bool:
+        """Whether the object is whole, whatever is to follow."""
+        return not any(isinstance(piece, _Rest) for piece in self._left)
 
     def read(self, text: str, position: int) -> tuple[int, _Outcome]:
         """As a piece does, over all of them."""
-        while self._left:
-            piece = self._left[-1]
-            position, outcome = piece.read(text, position)
-            if outcome is not _Outcome.DONE:
-                return position, outcome
-            self.has_object = self.has_object or isinstance(piece, _Rest)
-            self._left.pop()
-        return position, _Outcome.DONE
+        return _read_on(self._left, text, position)
 
 
-_START: Final = {ToolCallForm.HERMES: re.compile("<"), ToolCallForm.LLAMA3_JSON: re.compile("[<{]")}
+def _read_on(left: list[_Piece], text: str, position: int) -> tuple[int, _Outcome]:
+    """Reads the pieces that are left, the last one first, and takes off those that are read."""
+    while left:
+        position, outcome = left[-1].read(text, position)
+        if outcome is not _Outcome.DONE:
+            return position, outcome
+        left.pop()
+    return position, _Outcome.DONE
+
+
+_START: Final = {
+    ToolCallForm.HERMES: re.compile("<"),
+    ToolCallForm.LLAMA3_JSON: re.compile("[<{]"),
+    ToolCallForm.MISTRAL: re.compile(r"[\[{]"),
+}
+_MARKS: Final = {ToolCallForm.HERMES: "", ToolCallForm.LLAMA3_JSON: ";", ToolCallForm.MISTRAL: ",]"}
 
 
 # --- what an object says ----------------------------------------------------------------------------

@@ -150,13 +150,17 @@ class HttpApp:
         match asked.tool_use:
             case ForcedFunction(name=name, finish_reason=finish_reason):
                 return CallShape(
-                    model.tokenizer, function=name, call_id=_new_call_id(), stop_word=finish_reason
+                    model.tokenizer,
+                    function=name,
+                    call_id=_new_call_id(model.tool_call_form),
+                    stop_word=finish_reason,
                 )
             case OfferedTools(names, max_calls, schema):
                 form = model.tool_call_form if schema is None else ToolCallForm.LLAMA3_JSON
                 if form is not None:
                     parser = partial(ToolCallParser, form, names, max_calls=max_calls)
-                    return ToolsShape(model.tokenizer, parser=parser, call_id=_new_call_id)
+                    call_id = partial(_new_call_id, model.tool_call_form)
+                    return ToolsShape(model.tokenizer, parser=parser, call_id=call_id)
         return ChatShape(model.tokenizer)
 
     async def _generate(self, exchange: Exchange, body: list[bytes], asked: Asked, shape: Shape) -> None:
@@ -291,8 +295,10 @@ class HttpApp:
         await exchange.answer({"status": "ok"})
 
 
-def _new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex}"
+def _new_call_id(form: ToolCallForm | None) -> str:
+    """A name for a call, told again with its result; Mistral's templates want nine letters and digits."""
+    name = uuid.uuid4().hex
+    return name[:9] if form is ToolCallForm.MISTRAL else f"call_{name}"
 
 
 async def _describe(exchange: Exchange) -> None:

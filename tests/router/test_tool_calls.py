@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.tool_calls import Called, ToolCallForm, ToolCallParser, chosen_form, form_of
 
-HERMES, BARE = ToolCallForm
+HERMES, BARE, MISTRAL = ToolCallForm
 TOOLS = {"weather", "time"}
 BERN = '{"city":  "Bern", "days": [1, 2.50]}'
 BERN_CALL = Called("weather", BERN)
@@ -36,7 +36,11 @@ def llama(name: str, arguments: str) -> str:
     return f'{{"name": "{name}", "parameters": {arguments}}}'
 
 
-WRITTEN = {HERMES: hermes, BARE: llama}
+def mistral(name: str, arguments: str) -> str:
+    return f'[{{"name": "{name}", "arguments": {arguments}}}]'
+
+
+WRITTEN = {HERMES: hermes, BARE: llama, MISTRAL: mistral}
 
 
 @pytest.mark.parametrize("form", ToolCallForm)
@@ -63,6 +67,14 @@ def test_a_call_is_found_with_its_arguments_as_they_were_written(form: ToolCallF
         (BARE, f"x; {llama('time', '{}')}; y", "x;; y", [NOW]),
         (BARE, '{"type": "function", "name": "time", "parameters": {}}', "", [NOW]),
         (BARE, '{ "name" :\n"time" , "arguments":{ } }', "", [Called("time", "{ }")]),
+        (MISTRAL, f"[TOOL_CALLS] {mistral('weather', BERN)}", "", [BERN_CALL]),
+        (MISTRAL, f"[TOOL_CALLS]{mistral('time', '{}')}", "", [NOW]),
+        (MISTRAL, f"Sure. [TOOL_CALLS] [ {mistral('time', '{}')[1:]}\n", "Sure.", [NOW]),
+        (MISTRAL, f" {mistral('time', '{}')[:-1]}, {mistral('weather', BERN)[1:]}", "", [NOW, BERN_CALL]),
+        (MISTRAL, '[{"name": "time", "arguments": {}, "id": "aB3dE5g7h"}]', "", [NOW]),
+        (MISTRAL, f"[1] [T] [[{mistral('time', '{}')}]", "[1] [T] [[", [NOW]),
+        (MISTRAL, f"{mistral('time', '{}')} or [so]", "] or [so]", [NOW]),
+        (MISTRAL, llama("time", "{}"), "", [NOW]),
         (BARE, f"def f() {{ return {{1}} }} {llama('time', '{}')}", "def f() { return {1} }", [NOW]),
     ],
 )
@@ -112,6 +124,8 @@ def test_what_is_no_call_is_content_to_the_letter(text: str) -> None:
     assert parsed(HERMES, text) == (text, [])
     bare = text.replace("<tool_call>", "").replace("</tool_call>", "").replace("arguments", "parameters", 1)
     assert parsed(BARE, bare) == (bare, [])
+    listed = text.replace("<tool_call>", "[TOOL_CALLS] [").replace("</tool_call>", "]")
+    assert parsed(MISTRAL, listed) == (listed, [])
 
 
 def test_a_tag_and_more_than_an_object_is_no_call() -> None:
@@ -132,6 +146,7 @@ def test_behind_the_last_call_that_is_wanted_all_is_content() -> None:
         (HERMES, ["<tool_call>\n", '{"nam', 'ing": 1}'], ["", "", '<tool_call>\n{"naming": 1}']),
         (BARE, ["if {", "x", '} {"answer"', ": 1}"], ["if", " {x", '} {"answer"', ": 1}"]),
         (BARE, ['{"', "name", '": 5', "}"], ["", "", "", '{"name": 5}']),
+        (MISTRAL, ["see [", "1] [TOO", "T] ["], ["see", " [1]", " [TOOT]"]),
     ],
 )  # fmt: skip
 def test_text_is_held_back_only_as_far_as_it_may_be_of_a_call(
@@ -142,7 +157,11 @@ def test_text_is_held_back_only_as_far_as_it_may_be_of_a_call(
 
 
 def test_a_call_is_told_with_its_last_character() -> None:
-    for form, text in ((HERMES, hermes("time", "{}")), (BARE, llama("time", "{}"))):
+    for form, text in (
+        (HERMES, hermes("time", "{}")),
+        (BARE, llama("time", "{}")),
+        (MISTRAL, mistral("time", "{}")[:-1]),
+    ):
         parser = ToolCallParser(form, TOOLS)
         assert parser.push(text[:-1]) == []
         assert parser.push(text[-1]) == [NOW]
@@ -156,7 +175,22 @@ ARGUMENTS = st.dictionaries(
 SCRAPS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<|python_tag|>", "<", "{", "}", '"', '{"name": "time"', '"name"'),
-        *("\\", "\n", " ", ";", ": ", "[", "]", llama("time", "{}"), '"arguments": {', "x", "<tool_"),
+        *(
+            "\\",
+            "\n",
+            " ",
+            ";",
+            ",",
+            ": ",
+            "[",
+            "]",
+            "[TOOL_CALLS]",
+            "[{",
+            llama("time", "{}"),
+            '"arguments": {',
+            "x",
+            "<tool_",
+        ),
     ]
 )
 
@@ -185,7 +219,7 @@ def test_without_tools_every_text_comes_out_unchanged(form: ToolCallForm, text: 
     form=st.sampled_from(ToolCallForm),
     calls=st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), ARGUMENTS), min_size=1, max_size=3),
     ascii_only=st.booleans(),
-    before=st.text(st.characters(exclude_characters="<{;", exclude_categories=["Cs"]), max_size=8),
+    before=st.text(st.characters(exclude_characters="<{;[", exclude_categories=["Cs"]), max_size=8),
     size=st.integers(1, 9),
 )
 def test_every_call_is_found_behind_any_content(
@@ -214,6 +248,7 @@ def test_every_call_is_found_behind_any_content(
         ("""{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}""", BARE),
         ('{{ "{\\"name\\": function name, \\"parameters\\": dictionary}" }}', BARE),
         ("{{- '<|python_tag|>' + tool_call.name }}", BARE),
+        ('{{- "[TOOL_CALLS] [" }}', MISTRAL),
         ('{{ tools | tojson }}{# "parameters" in passing #}', None),
     ],
 )  # fmt: skip
@@ -229,6 +264,7 @@ def test_the_template_shows_the_form(template: str | None, form: ToolCallForm | 
         ("hermes", False, HERMES),
         ("hermes", True, BARE),
         ("llama3_json", False, BARE),
+        ("mistral", True, MISTRAL),
         ("none", False, None),
     ],
 )
