@@ -18,12 +18,8 @@ import numpy as np
 import torch
 
 from bench import machine_limit
-from executor import runner as runner_module
-from executor.attention.base import AttentionSpec
-from executor.attention.reference import ReferenceAttention
 from executor.inputs import SampleRow, StepInputs, build_inputs
 from executor.kernels.library import Kind
-from executor.operations.plain import PlainOperations
 from executor.runner import ModelRunner
 from executor.sequences import Row, SamplingParams
 
@@ -55,11 +51,6 @@ def rows(
     return batch.inputs, batch.sample_rows
 
 
-def plain_operations(spec: AttentionSpec) -> PlainOperations:
-    """What runs where there are no kernels."""
-    return PlainOperations(ReferenceAttention(spec))
-
-
 def tell_operations(runner: ModelRunner, context: int, rounds: int) -> None:
     """Milliseconds of a step in each operation, medians; in the clock's time of whoever calls them."""
     inputs, sample_rows = rows(runner, 64, 1, context)
@@ -81,8 +72,8 @@ def tell_operations(runner: ModelRunner, context: int, rounds: int) -> None:
         output = runner.step(inputs, sample_rows)
         for name, each in (*spent.items(), ("sampling", output.sample_us * 1000)):
             taken.setdefault(name, []).append(each / 1e6)
-    for name, each in sorted(taken.items(), key=lambda item: -statistics.median(item[1])):
-        print(f"{name:24} {statistics.median(each):6.2f} ms")
+    for name, times in sorted(taken.items(), key=lambda item: -statistics.median(item[1])):
+        print(f"{name:24} {statistics.median(times):6.2f} ms")
 
 
 def main() -> None:
@@ -99,10 +90,14 @@ def main() -> None:
     parser.add_argument("--operations", action="store_true", help="a decode of 64, operation by operation")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.plain:
-        runner_module.select_operations = plain_operations
     runner = ModelRunner.load(
-        options.model, dtype=options.dtype, device="cpu", num_blocks=3000, block_size=16, max_num_seqs=256
+        options.model,
+        dtype=options.dtype,
+        device="cpu",
+        num_blocks=3000,
+        block_size=16,
+        max_num_seqs=256,
+        attention="reference" if options.plain else None,
     )
     runner.warm_up()
     if options.operations:

@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections import abc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ async def read(opened: Bodies, body: bytes) -> None:
         await opened.read("completion", pieces, MAX_TOTAL_TOKENS)
 
 
+def read_at_once(body: bytes) -> None:
+    """As it would in a thread alone."""
+    with contextlib.suppress(RequestError):
+        READERS["completion"](parsed(body))
+
+
 def tokenized(tokenizer: Tokenizer, text: str) -> None:
     """As the router does."""
     with contextlib.suppress(TooManyTokensError):
@@ -86,8 +93,8 @@ async def measured(args: argparse.Namespace) -> None:
         await _told(
             f"read {name} ({len(body) / 2**20:.1f} MiB)",
             args.repeat,
-            lambda body=body: read(opened, body),
-            lambda body=body: asyncio.to_thread(lambda: READERS["completion"](parsed(body))),
+            partial(read, opened, body),
+            partial(asyncio.to_thread, read_at_once, body),
         )
     text = SENTENCE * (512 * 1024 // len(SENTENCE.encode()))
     await _told(
@@ -100,8 +107,8 @@ async def measured(args: argparse.Namespace) -> None:
         await _told(
             f"answer {name}",
             args.repeat,
-            lambda value=value: aside.done(lambda: encoded(value, is_long=True), is_long=True),
-            lambda value=value: asyncio.to_thread(encoded, value),
+            partial(aside.done, partial(encoded, value, is_long=True), is_long=True),
+            partial(asyncio.to_thread, encoded, value),
         )
     await opened.close()
 

@@ -57,7 +57,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 def collecting(address: str) -> Iterator[Collector]:
     """A collector at this address."""
     collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     server.add_insecure_port(address)
     server.start()
     yield collector

@@ -56,8 +56,9 @@ def gguf_in(kind: gguf.GGMLQuantizationType, model: Path, path: Path) -> Path:
         value = field.contents()
         if name == "general.file_type":
             value = {"BF16": gguf.LlamaFileType.MOSTLY_BF16, "F16": gguf.LlamaFileType.MOSTLY_F16}[kind.name]
-        kinds = [*field.types, None]
-        writer.add_key_value(name, value, kinds[0], sub_type=kinds[1])
+        writer.add_key_value(
+            name, value, field.types[0], sub_type=field.types[1] if field.types[1:] else None
+        )
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if values.ndim == 1:  # norms

@@ -91,7 +91,7 @@ PEERS = {
         "vllm_offline.py",
         _vllm_model,
         _vllm_environment,
-        ("torchvision", "torchaudio", "torchcodec"),
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
     # Compiled for this very processor while it is installed, which takes many minutes; by as many compilers
     # at once as it has files, unless told, which ends in a lack of memory.

@@ -117,7 +117,8 @@ def main() -> None:
 
 def median_of(rounds: list[dict[str, Any]], name: str, percentile: str) -> float:
     """The median over rounds, milliseconds; rounds in which nothing was answered are left out."""
-    return 1000 * statistics.median(each[name][percentile] for each in rounds if each[name] is not None)
+    answered: list[float] = [each[name][percentile] for each in rounds if each[name] is not None]
+    return 1000 * statistics.median(answered)
 
 
 if __name__ == "__main__":

@@ -123,10 +123,10 @@ def _two_tenants(policy: Policy) -> dict[str, Any]:
 
     def note(step: Step) -> None:
         x, y = (run.core.tenants.get(name, 0.0) for name in "xy")
-        services = (
+        of_x, of_y = (
             INPUT_WEIGHT * item.num_input_tokens + OUTPUT_WEIGHT * item.num_output_tokens for item in (x, y)
         )
-        points.append((step.end, *services))
+        points.append((step.end, of_x, of_y))
 
     limits = Limits(window=1, policy=policy, prefix_caching=False)
     run = _loop(limits, 2048, note, max_num_seqs=32)

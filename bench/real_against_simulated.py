@@ -71,7 +71,8 @@ def drawn(num_requests: int, seed: int) -> tuple[Row, ...]:
 async def calibrated(flags: list[str]) -> tuple[Fit, Capacity]:
     """Step times of an executor of its own."""
     with tempfile.TemporaryDirectory(prefix="cl-cal-") as folder:
-        child = ChildProcess(Service("executor", ("--listen", f"unix:{folder}/executor.sock", *flags)))
+        argv = ("--listen", f"unix:{folder}/executor.sock", *flags)
+        child = ChildProcess(Service("executor", argv, module="executor"))
         await child.start()
         try:
             await child.serving()

