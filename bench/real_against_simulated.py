@@ -40,6 +40,9 @@ from scheduler.policy import Limits
 
 PROMPT, OUTPUT, LONGEST = "exponential:64", "exponential:32", 512
 TOLERANCES = {"output_tokens_per_second": 0.10, "first_token_p50": 0.15, "between_tokens_p50": 0.15}
+# As a server is that has been used for a while: every block has been written to before the load comes, so that
+# no step waits for memory that a virtual machine must first ask its host for.
+NUM_BLOCKS, NUM_WARM_UP_REQUESTS = 1000, 500  # of two blocks each
 SERVED = Limits(window=2, late_plans=True)  # what `chairlift serve` has when nothing is said
 
 
@@ -111,8 +114,9 @@ async def real(variant: Variant, flags: list[str], rows: tuple[Row, ...], folder
     async with service(*flags, *variant.flags) as (address, _):
         asked = ("--address", str(address), "--trace", str(trace), "--num-requests", str(len(rows)))
         limits = ("--max-in", str(LONGEST), "--max-out", str(LONGEST), "--result", str(result))
+        warm_up = ("--warm-up", str(NUM_WARM_UP_REQUESTS))
         generator = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "chairlift", "bench", "serve", *asked, *limits),
+            *(sys.executable, "-m", "chairlift", "bench", "serve", *asked, *limits, *warm_up),
             stdout=subprocess.DEVNULL,
         )
         assert await generator.wait() == 0
@@ -159,6 +163,7 @@ def orders(by_variant: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All pairs."""
     flags = ["--model", str(resolve(options.model, default_models_dir())), "--log-level", "error"]
+    flags += ["--num-blocks", str(NUM_BLOCKS)]
     if options.num_threads:
         flags += ["--num-threads", str(options.num_threads)]
     rows = drawn(options.requests, options.seed)

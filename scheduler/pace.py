@@ -23,9 +23,7 @@ from scheduler.step_clock import StepClock
 SHORT_STEP_SECONDS = 0.004
 """Below this nothing is won by waiting: a timer is no finer than a millisecond."""
 _TIMER_SECONDS = 0.001
-_WAITED_SECONDS = (
-    0.0005  # beyond twice its usual gap: an executor that stood still so long waited for its plan
-)
+_WAITED_SECONDS = 0.0005  # beyond twice its usual gap: so long an executor stands still for want of a plan
 _FALL = 0.02  # of what is allowed for the way, a step
 _NUM_KEPT = 128
 
