@@ -9,23 +9,23 @@ for one step more. The margin covers the way there and back, and steps that end 
 step caught out costs one way of idleness, waiting for the worst of them would cost newcomers a part of every
 step). Pure: time comes in as an argument.
 
-The way is seen where nothing else was under way. Behind a running step it is seen only when it was too long:
-the executor stood still for longer than it mostly does between steps, and the plan had left when it should. A
-plan that left long before tells nothing, however long the executor took to go on. So what is allowed for the
-way rises at once to what was needed, and falls a little with every step.
+The way is seen where nothing else was under way. Behind a running step it is seen where it was too long: the
+plan had been held, and the executor stood still for longer than it mostly does between steps. Any other plan
+says only that what was allowed was enough: then less is tried. Nine tenths of the ways are allowed for: an
+executor that pauses for a moment, now and then, is not taken for one far away.
 """
 
 from bisect import bisect_left, insort
 from collections import deque
 
-from scheduler.step_clock import StepClock
+from scheduler.step_clock import Step, StepClock
 
 SHORT_STEP_SECONDS = 0.004
 """Below this nothing is won by waiting: a timer is no finer than a millisecond."""
 _TIMER_SECONDS = 0.001
 _WAITED_SECONDS = 0.0005  # beyond twice its usual gap: so long an executor stands still for want of a plan
-_FALL = 0.02  # of what is allowed for the way, a step
-_NUM_KEPT = 128
+_LESS = 0.7  # of what was allowed for the way and was enough
+_NUM_KEPT = 64
 
 
 class Quantile:
@@ -56,21 +56,22 @@ class Quantile:
 class Pace:
     """The rhythm of one executor under one epoch. Times in seconds."""
 
-    __slots__ = ("_clock", "_early", "_gap", "_round_trip")
+    __slots__ = ("_clock", "_early", "_gap", "_held_behind", "_was_held", "_way")
 
     def __init__(self, clock: StepClock) -> None:
         """`clock`: its steps under way."""
         self._clock = clock
-        self._round_trip: float | None = None
+        self._way = Quantile(0.9)  # there and back
         self._early = Quantile(0.9)  # by how much results came before their time
         self._gap = Quantile(0.5)  # what the executor takes from one step to the next
+        self._held_behind: Step | None = None  # the newest step behind which a plan was held
+        self._was_held = False  # the plan of the step that runs
 
     @property
     def margin(self) -> float | None:
         """How long before the end of a step the next plan leaves; None before the way is known."""
-        if self._round_trip is None:
-            return None
-        return self._round_trip + (self._early.value or 0.0) + _TIMER_SECONDS
+        way = self._way.value
+        return None if way is None else way + (self._early.value or 0.0) + _TIMER_SECONDS
 
     def held_until(self, now: float) -> float | None:
         """When the plan behind the one that is unanswered may leave; None is now."""
@@ -80,24 +81,28 @@ class Pace:
         if step.predicted_seconds is None or step.predicted_seconds < SHORT_STEP_SECONDS:
             return None
         leave_at = expected_end - margin
-        return leave_at if now < leave_at else None
+        if now >= leave_at:
+            return None
+        self._held_behind = step
+        return leave_at
 
     def answered(self, now: float, step_seconds: float, idle_seconds: float) -> float:
         """The result of the step that ran is in: how long it took, and how long the executor waited for it.
 
         Returns how long it took as seen from here, the wire included.
         """
-        expected_end, began, margin = self._clock.expected_end, self._clock.began, self.margin
+        expected_end, began = self._clock.expected_end, self._clock.began
+        way, gap = self._way.value, self._gap.value or 0.0
         step = self._clock.answered(now)
-        allowed = (self._round_trip or 0.0) * (1 - _FALL)
         if step.was_alone:
-            self._round_trip = max(allowed, now - step.sent_at - step_seconds)
-        elif margin is not None:
-            gap = self._gap.value or 0.0
-            left_late = began - step.sent_at <= margin + _TIMER_SECONDS
-            waited = left_late and idle_seconds > 2 * gap + _WAITED_SECONDS
-            self._round_trip = allowed + (idle_seconds - gap if waited else 0.0)
+            self._way.observe(max(0.0, now - max(step.sent_at, began) - step_seconds))
+        elif self._was_held and idle_seconds > 2 * gap + _WAITED_SECONDS:
+            self._way.observe(max(0.0, began - step.sent_at + idle_seconds - gap))
+        else:
             self._gap.observe(idle_seconds)
+            if way is not None:
+                self._way.observe(_LESS * way)
+        self._was_held = step is self._held_behind
         if expected_end is not None:
             self._early.observe(max(0.0, expected_end - now))
         return now - began
