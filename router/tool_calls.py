@@ -9,8 +9,8 @@ Rules:
   2. A call is an object of a tool's name and an object of arguments; beside them `type` and `id` may stand.
      Whatever begins like one and is none is content, to the letter.
   3. Arguments are handed on as the model wrote them.
-  4. White space around a call is the form's, and between calls and behind the last one their marks, `;` or
-     `,` and `]`. All other text is content.
+  4. White space around a call is the form's, and between calls and behind the last one a `;` is Llama 3's; in
+     a list that has begun with a call, `,` and the `]` that ends it are Mistral's. All other text is content.
   5. Held back is what may be of a call: from its first character on, and white space before it.
   6. No character is read twice: behind an attempt that failed, reading goes on where it failed.
 
@@ -73,9 +73,11 @@ def form_of(template: str | None) -> ToolCallForm | None:
         return None
     if TAG in template:
         return ToolCallForm.HERMES
+    if _LIST_TAG in template:
+        return ToolCallForm.MISTRAL
     if _PYTHON_TAG in template or _WRITES_PARAMETERS.search(template):
         return ToolCallForm.LLAMA3_JSON
-    return ToolCallForm.MISTRAL if _LIST_TAG in template else None
+    return None
 
 
 class ToolCallParser:
@@ -84,7 +86,17 @@ class ToolCallParser:
     `names` are those of the tools. Behind `max_calls` calls all text is content.
     """
 
-    __slots__ = ("_attempt", "_form", "_gap", "_held", "_is_behind_call", "_max_calls", "_names", "num_calls")
+    __slots__ = (
+        "_attempt",
+        "_form",
+        "_gap",
+        "_held",
+        "_is_behind_call",
+        "_is_in_list",
+        "_max_calls",
+        "_names",
+        "num_calls",
+    )
 
     def __init__(
         self, form: ToolCallForm, names: abc.Container[str], *, max_calls: int | None = None
@@ -97,6 +109,7 @@ class ToolCallParser:
         self._held: list[str] = []  # what the attempt has read
         self._gap: list[str] = []  # what stands before it and is content only if something other follows
         self._is_behind_call = False  # nothing but a gap has come since
+        self._is_in_list = False  # one that began with a call
 
     def push(self, text: str) -> list[str | Called]:
         """Takes in more text; returns what is certain now."""
@@ -143,13 +156,18 @@ class ToolCallParser:
             return self._content(text)
         self._gap.clear()
         self._is_behind_call = True
+        self._is_in_list = self._is_in_list or text.startswith("[")
         self.num_calls += 1
         return [call]
 
     def _content(self, text: str) -> list[str | Called]:
         """Text that is of no call, but for what stands at its end and may be before one."""
         if self._is_behind_call:
-            if not text.strip(_SPACE + _MARKS[self._form]):
+            text = self._taken_gap() + text
+            if self._is_in_list and (end := _END_OF_LIST.match(text)):
+                self._is_in_list, text = False, text[end.end() :]
+            between = _BETWEEN_IN_LIST if self._is_in_list else _BETWEEN[self._form]
+            if between.fullmatch(text):
                 self._gap.append(text)
                 return []
             self._is_behind_call = False
@@ -307,7 +325,13 @@ _START: Final = {
     ToolCallForm.LLAMA3_JSON: re.compile("[<{]"),
     ToolCallForm.MISTRAL: re.compile(r"[\[{]"),
 }
-_MARKS: Final = {ToolCallForm.HERMES: "", ToolCallForm.LLAMA3_JSON: ";", ToolCallForm.MISTRAL: ",]"}
+_BETWEEN: Final = {
+    ToolCallForm.HERMES: re.compile(rf"[{_SPACE}]*"),
+    ToolCallForm.LLAMA3_JSON: re.compile(rf"[{_SPACE};]*"),
+    ToolCallForm.MISTRAL: re.compile(rf"[{_SPACE}]*"),
+}
+_BETWEEN_IN_LIST: Final = re.compile(rf"[{_SPACE}]*,?[{_SPACE}]*")
+_END_OF_LIST: Final = re.compile(rf"[{_SPACE}]*\]")
 
 
 # --- what an object says ----------------------------------------------------------------------------
