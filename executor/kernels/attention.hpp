@@ -34,6 +34,7 @@ struct AttentionCall {
 
 constexpr int TILE = LANES;  // positions
 constexpr int FETCHED_TILES = 16, FETCHED_LINES = 4, TILES_AHEAD = 2;
+constexpr size_t BESIDE_BYTES = 512 * 1024;  // of values that are still in the core's cache when they are read
 
 static INLINE int padded_to_tile(int count) { return (count + TILE - 1) / TILE * TILE; }
 
@@ -202,7 +203,7 @@ struct QueryBlock {
     // While the keys of a tile are read: its values, which lie close behind them, and the beginning of keys to come.
     void fetch_beside(int tile) const {
         if (tile + TILES_AHEAD < num_tiles) fetch_lines(tile_in(it.keys, tile + TILES_AHEAD), FETCHED_LINES);
-        fetch_lines(tile_in(it.values, tile), tile_units / LANES);
+        if ((tile + 1) * tile_units * 4 <= BESIDE_BYTES) fetch_lines(tile_in(it.values, tile), tile_units / LANES);
     }
 
     void take_queries() {

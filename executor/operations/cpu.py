@@ -316,6 +316,9 @@ class CpuOperations:
     ) -> Tensor:
         """Heads, norms, rotation and the write into the cache, token by token."""
         spec, num_tokens = self._spec, qkv.shape[0]
+        # What the kernels count on (rows.hpp): they are given two pointers and no strides.
+        run_bytes = spec.block_size * spec.head_dim * spec.dtype.itemsize
+        assert cache.values.data_ptr() - cache.keys.data_ptr() == run_bytes, "values lie behind their keys"
         query = self._buffers.take("query", num_tokens, spec.num_heads * spec.head_dim, spec.dtype)
         call = RotateCall(
             qkv=qkv.data_ptr(),

@@ -13,7 +13,7 @@ from executor.attention.base import AttentionBackend, AttentionSpec
 from executor.captured import padded
 from executor.inputs import StepInputs, build_inputs
 from executor.kernels.library import fastest
-from executor.kv_cache import LayerCache
+from executor.kv_cache import LayerCache, layers_of
 from executor.operations.cpu import CpuOperations
 from executor.sequences import Row, SamplingParams
 from executor.staging import on_device
@@ -109,20 +109,17 @@ def attended(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=machine.device).to(spec.dtype)
 
-    shape = (num_blocks + 1, spec.num_kv_heads, spec.block_size, spec.head_dim)
-    sides = []
-    for _ in range(2):
-        side = torch.full(shape, unused, dtype=spec.dtype, device=machine.device).transpose(1, 2)
+    shape = (1, num_blocks + 1, spec.num_kv_heads, 2, spec.block_size, spec.head_dim)
+    (cache,) = layers_of(torch.full(shape, unused, dtype=spec.dtype, device=machine.device))
+    for side in (cache.keys, cache.values):
         side[trash] = 0.0
         for table, (_, seq_len) in zip(tables, kind.lengths, strict=True):
             for place, block in enumerate(table.tolist()):
                 filled = min(spec.block_size, seq_len - place * spec.block_size)
                 side[block] = 0.0
                 side[block, :filled] = random(filled, spec.num_kv_heads, spec.head_dim)
-        sides.append(side)
-    if kind.shares_prefix:  # what the last row wrote is what all of them see
-        sides = [side.nan_to_num(0.0) for side in sides]
-    cache = LayerCache(*sides)
+        if kind.shares_prefix:  # what the last row wrote is what all of them see
+            side.nan_to_num_(0.0)
     made = backend(spec)
     metadata = made.prepare(inputs, on_device(inputs, machine.device))
     num_tokens = len(inputs.token_ids)
@@ -146,11 +143,8 @@ def attended_by_kernels(spec: AttentionSpec, kind: Kind) -> float:
     operations = CpuOperations(fastest(torch.get_num_threads()), spec)
     most = max(seq_len for _, seq_len in kind.lengths)
     no_turn = torch.tensor([1.0, 0.0])[None, :, None].expand(most, 2, spec.head_dim // 2).contiguous()
-    shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-    ours, plain = (
-        LayerCache(*(torch.zeros(shape, dtype=spec.dtype).transpose(1, 2) for _ in range(2)))
-        for _ in range(2)
-    )
+    shape = (2, num_blocks, spec.num_kv_heads, 2, spec.block_size, spec.head_dim)
+    ours, plain = layers_of(torch.zeros(shape, dtype=spec.dtype))
     attended = query = torch.empty(0)
     inputs = rows_on(tables, kind.lengths, spec.block_size)
     # First all of the contexts, then their last tokens once more, which are the step that is checked.
@@ -288,9 +282,8 @@ def layer_seconds(
     tables, num_blocks = random_tables(lengths, spec.block_size, seed=0)
     kv_bytes = 2 * num_rows * context * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
     num_layers = max(2, min(64, -(-COLD_BYTES // kv_bytes))) if machine.is_gpu else 2
-    shape = (num_layers, 2, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-    storage = torch.zeros(shape, dtype=spec.dtype, device=machine.device).transpose(3, 4)
-    layers = [LayerCache(layer[0], layer[1]) for layer in storage]
+    shape = (num_layers, num_blocks, spec.num_kv_heads, 2, spec.block_size, spec.head_dim)
+    layers = layers_of(torch.zeros(shape, dtype=spec.dtype, device=machine.device))
     inputs = rows_on(tables, lengths, spec.block_size)
     made = backend(spec)
     arrays = on_device(inputs, machine.device)
