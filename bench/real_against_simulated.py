@@ -42,7 +42,7 @@ PROMPT, OUTPUT, LONGEST = "exponential:64", "exponential:32", 512
 TOLERANCES = {"output_tokens_per_second": 0.10, "first_token_p50": 0.15, "between_tokens_p50": 0.15}
 # As a server is that has been used for a while: every block has been written to before the load comes, so
 # that no step waits for memory that a virtual machine must first ask its host for.
-NUM_BLOCKS, NUM_WARM_UP_REQUESTS = 1000, 500  # of two blocks each
+NUM_BLOCKS, NUM_WARM_UP_REQUESTS = 1000, 1000  # each leaves one full block behind
 SERVED = Limits(window=2, late_plans=True)  # what `chairlift serve` has when nothing is said
 
 

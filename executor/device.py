@@ -243,7 +243,7 @@ class DeviceThread:
     threads are daemons: a step that never returns does not keep the process from ending.
 
     `work_ahead`, once it is set, is called while there has been no job for `IDLE_SECONDS`, until it returns
-    False or a job comes.
+    False or a job comes. It must not raise.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def take_pages(tensor: Tensor) -> None:
     """Take the pages that a contiguous tensor lies in as if it were written to; what is in them stays.
 
-    Where the kernel does not know this call, or has no memory, nothing happens: a first write asks again.
+    Where the kernel does not know this call nothing happens: a first write asks again. Where memory has run
+    out it ends as such a write does.
     """
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     _madvise(start, tensor.data_ptr() + tensor.nbytes - start, _POPULATE_WRITE)

@@ -18,7 +18,7 @@ from executor import memory
 
 MOST_BYTES_AHEAD: Final = 256 << 20
 _SHARE_AHEAD: Final = 8
-"""An eighth of the cache at most."""
+"""An eighth of the cache at most; then to the end of a huge page, in each layer."""
 
 
 class PagesAhead:

@@ -33,6 +33,11 @@ def test_layers_are_views_block_by_block_with_a_heads_run_contiguous(dtype: torc
     assert not cache.layer(2).values.any()
 
 
+def test_a_heads_values_lie_right_behind_its_keys() -> None:
+    layer = KVCache(CONFIG, num_blocks=5, block_size=8, dtype=torch.bfloat16, device=CPU).layer(1)
+    assert layer.values[2, :, 1].data_ptr() - layer.keys[2, :, 1].data_ptr() == 8 * 16 * 2
+
+
 def test_layers_keys_and_values_do_not_overlap() -> None:
     cache = KVCache(CONFIG, num_blocks=2, block_size=4, dtype=torch.float32, device=CPU)
     for number in range(3):
