@@ -30,7 +30,8 @@ def seats(steps: list[router_pb2.StepSummary]) -> list[str]:
 
 async def picture(tiny_model_folder: Path, window: int) -> list[router_pb2.StepSummary]:
     script = Script(max_num_seqs=4, step_seconds=0.1)  # all have come before the third step, C's last, ends
-    flags = ("--window", str(window))
+    # When a plan leaves is the window's matter here, not the clock's.
+    flags = ("--window", str(window), "--no-late-plans")
     with (
         cluster.running(tiny_model_folder, script=script, scheduler_flags=flags) as running,
         watching(running) as watcher,
