@@ -21,8 +21,8 @@ from executor.sequences import BatchPlan, MatcherOf, PromptLogprobs, Sampled, Se
 
 T = TypeVar("T")
 
-IDLE_SECONDS: Final = 0.05
-"""Longer than a plan takes from the end of a step to the begin of the next."""
+IDLE_SECONDS: Final = 0.5
+"""So long without a job is more than a pause between steps, or between the requests of one client."""
 
 
 class Fingerprints(Protocol):
