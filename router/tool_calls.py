@@ -228,20 +228,18 @@ class _OneOf:
         return len(text), _Outcome.MORE
 
 
-class _Opening:
-    """The bracket of a list, behind Mistral's tag or without it."""
+class _RestOfTag:
+    """Behind a `[`: the rest of Mistral's tag and a list's bracket, or nothing where it was that bracket."""
 
     def __init__(self) -> None:
-        self._left: list[_Piece] = [_OneOf("[")]
-        self._is_known = False  # which of both it is
+        self._left: list[_Piece] | None = None  # not known yet
 
     def read(self, text: str, position: int) -> tuple[int, _Outcome]:
-        position, outcome = _read_on(self._left, text, position)
-        if self._is_known or outcome is not _Outcome.DONE or position == len(text):
-            return position, outcome if self._is_known or outcome is _Outcome.FAILED else _Outcome.MORE
-        self._is_known = True
-        if text[position] == _LIST_TAG[1]:
-            self._left = [_OneOf("["), _Gap(), _OneOf(_LIST_TAG[1:])]
+        if self._left is None:
+            if position == len(text):
+                return position, _Outcome.MORE
+            is_tag = text[position] == _LIST_TAG[1]
+            self._left = [_OneOf("["), _Gap(), _OneOf(_LIST_TAG[1:])] if is_tag else []
         return _read_on(self._left, text, position)
 
 
@@ -297,7 +295,7 @@ class _Attempt:
         elif first == "<":
             pieces = [_OneOf(_PYTHON_TAG), _Gap(), *pieces]
         elif first == "[":
-            pieces = [_Opening(), _Gap(), *pieces]
+            pieces = [_OneOf("["), _RestOfTag(), _Gap(), *pieces]
         self._left = pieces[::-1]
 
     @property
