@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc.address import Address
+from rpc.cancel import heed_cancel
 from rpc.channel import connect
 from rpc.settings import PREFIX
 
@@ -96,6 +97,7 @@ class ChildProcess:
                     async for answer in stub.Watch(asked):
                         if answer.status == health_pb2.HealthCheckResponse.SERVING:
                             return
+                heed_cancel()
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def last_words(self) -> str:

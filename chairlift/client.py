@@ -23,6 +23,7 @@ from chairlift.transcript import Diverged, Transcript, whole_answer
 from chairlift.transcript import model as model_of
 from protos.v1 import router_pb2, router_pb2_grpc
 from rpc.address import Address, parse_list
+from rpc.cancel import heed_cancel
 from rpc.channel import connect, connect_blocking
 from rpc.errors import RequestError, StartError, from_call
 from rpc.tls import Tls, TlsFiles
@@ -365,6 +366,7 @@ class AsyncClient:
             try:
                 return await call(request, timeout=remaining_seconds, metadata=router.metadata)
             except grpc.aio.AioRpcError as error:
+                heed_cancel()
                 delay = self._routers.delay_before_retry(patience, from_call(error), router)
             await asyncio.sleep(delay)
 
@@ -389,6 +391,7 @@ class AsyncClient:
                         patience.renew()
                         yield piece
             except grpc.aio.AioRpcError as error:
+                heed_cancel()
                 delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
             except Diverged as error:
                 raise _cannot_go_on() from error

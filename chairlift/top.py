@@ -21,6 +21,7 @@ from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.watch import step_of
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
+from rpc.cancel import heed_cancel
 
 _FRAMES_PER_SECOND = 8
 _RETRY_SECONDS = 1.0
@@ -100,6 +101,7 @@ class _Top:
             try:
                 while True:
                     await self._read()
+                    heed_cancel()
                     await asyncio.sleep(_RETRY_SECONDS)
             finally:
                 drawing.cancel()
@@ -136,6 +138,7 @@ class _Top:
                     "first token": _waits_of(status.time_to_first_token),
                     "between tokens": _waits_of(status.inter_token),
                 }
+            heed_cancel()
             await asyncio.sleep(_WAITS_SECONDS)
 
     async def _draw(self, live: Live) -> None:

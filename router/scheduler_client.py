@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import abc
+from collections import abc, deque
 from typing import Final
 
 import grpc
@@ -29,6 +29,7 @@ from router.scheduler_session import (
     Welcome,
 )
 from rpc.address import Address
+from rpc.cancel import heed_cancel
 from rpc.channel import Line
 from rpc.errors import RequestError, from_call
 from rpc.tls import Tls, explained
@@ -37,8 +38,6 @@ _MIN_RETRY_SECONDS: Final = 0.05
 _MAX_RETRY_SECONDS: Final = 1.0
 _RELAY_TIMEOUT_SECONDS: Final = 5.0
 _STATUS_SECONDS: Final = 2.0
-# A token takes each a tenth of a millisecond, an end half of one.
-_WOKEN_TOGETHER: Final = 16
 # A scheduler that is away this long is lost: its shard's requests may go on elsewhere. By then it has given
 # them up itself (its --orphan-grace-seconds), so that going elsewhere costs nothing that waiting would save.
 RECONNECT_SECONDS: Final = 10.0
@@ -82,6 +81,9 @@ class SchedulerClient:
         )
         self._on_serving_changed = on_serving_changed
         self._wakes: dict[RequestLog, abc.Callable[[], None]] = {}
+        self._to_wake: deque[RequestLog] = deque()  # have news that they were not woken for; each once
+        self._due: set[RequestLog] = set()  # the same
+        self._is_waking = False
         self._outgoing = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -150,7 +152,10 @@ class SchedulerClient:
         """Lets a request go that goes on at another scheduler; returns its `wake`."""
         self._session.abandon(request)
         self._outgoing.set()
-        return self._wakes.pop(request)
+        wake = self._wakes.pop(request)
+        if request in self._due:
+            wake()
+        return wake
 
     # --- relays -------------------------------------------------------------------------------------
 
@@ -207,6 +212,7 @@ class SchedulerClient:
             while True:
                 began = time.monotonic()
                 reason, lost = await self._hold_stream()
+                heed_cancel()
                 if reason != last_reason:  # a scheduler that stays away is no news each second
                     _log.warning("scheduler_lost", scheduler=self.address.target, reason=reason)
                 last_reason = reason
@@ -245,7 +251,7 @@ class SchedulerClient:
                     if message is not None:
                         events = self._session.receive(connection, message, time.monotonic())
                         self._outgoing.set()
-                        await self._dispatch_in_turns(events)
+                        self._dispatch(events)
             except SessionError as error:
                 return f"it broke the protocol: {error}", self._session.broke_protocol
             except grpc.aio.AioRpcError as error:
@@ -267,23 +273,33 @@ class SchedulerClient:
                 self._outgoing.clear()
                 await self._outgoing.wait()
 
-    async def _dispatch_in_turns(self, events: list[Event]) -> None:
-        """Dispatches some at a time, others having their turn between: who is woken writes to its client."""
-        for first in range(0, len(events), _WOKEN_TOGETHER):
-            if first:
-                await asyncio.sleep(0)
-            self._dispatch(events[first : first + _WOKEN_TOGETHER])
-
     def _dispatch(self, events: list[Event]) -> None:
         for event in events:
             match event:
                 case Progressed(request):
-                    if request in self._wakes:
-                        self._wakes[request]()
+                    if request not in self._due:
+                        self._due.add(request)
+                        self._to_wake.append(request)
                 case ServingChanged(refusal):
                     _log.info("scheduler_serving", scheduler=self.address.target, refusal=refusal)
                     self._on_serving_changed()
                     self.on_changed()
+        if self._to_wake and not self._is_waking:
+            self._wake_next()
+
+    def _wake_next(self) -> None:
+        """Wakes who has waited longest, and the next one in the loop's next turn.
+
+        Who is woken writes to its client, and the stream is read meanwhile. When there is more to write than
+        time for it, who waits is woken once for all that has come: messages grow in place of the delay.
+        """
+        request = self._to_wake.popleft()
+        self._due.discard(request)
+        if (wake := self._wakes.get(request)) is not None:
+            wake()
+        self._is_waking = bool(self._to_wake)
+        if self._is_waking:
+            asyncio.get_running_loop().call_soon(self._wake_next)
 
     def _arm_timer(self) -> None:
         """Makes sure that time is looked at when the scheduler counts as lost, and when its requests expire.

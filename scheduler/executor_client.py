@@ -10,6 +10,7 @@ import structlog
 
 from protos.v1 import executor_pb2, executor_pb2_grpc
 from rpc.address import Address
+from rpc.cancel import heed_cancel
 from rpc.channel import Line
 from rpc.tls import Tls, explained
 from scheduler import wire
@@ -131,6 +132,7 @@ class ExecuteStream:
 
 
 def _meaning(error: grpc.aio.AioRpcError, tls: Tls | None) -> Exception:
+    heed_cancel()
     details = error.details() or ""
     text = explained(details, tls) or f"{error.code().name}: {details}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

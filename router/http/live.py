@@ -14,6 +14,7 @@ import structlog
 
 from router.latencies import Latencies
 from router.ride import Changes, Frame, Ride
+from rpc.cancel import heed_cancel
 from rpc.errors import RequestError
 from rpc.histogram import Histogram
 
@@ -133,6 +134,7 @@ class Live:
                     async for changes in following:
                         ride = self._rides.setdefault(changes.executor_id, Ride())
                         self._tell(_encoded(ride.frame(changes)))
+            heed_cancel()
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _tell_stats(self) -> None:
