@@ -191,7 +191,7 @@ def test_a_collector_that_is_away_costs_a_line_and_off_means_not_even_imported(
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # every import is a line on stderr
-    with cluster.assembling(tiny_model_folder) as one:
+    with cluster.assembling(tiny_model_folder, fresh=True) as one:
         one.start_scripted_executor(Script())  # the servicer of ours, without torch
         one.start_scheduler()
         one.start_router("--traces", f"unix:{tmp_path}/nobody.sock")

@@ -36,8 +36,9 @@ LIVE: "list[Cluster]" = []
 class Cluster:
     """Processes by name, each of which can be killed, stopped and started again under the same address."""
 
-    def __init__(self, model: Path, *, has_metrics: bool = False) -> None:
+    def __init__(self, model: Path, *, has_metrics: bool = False, fresh: bool = False) -> None:
         self.model = model
+        self._fresh = fresh
         self._has_metrics = has_metrics
         self.folder = Path(tempfile.mkdtemp(prefix="cl-"))  # a socket's path has at most 107 bytes
         self._starts: dict[str, Callable[[], ServiceProcess]] = {}
@@ -59,7 +60,9 @@ class Cluster:
         script_path = self.folder / f"{name}.script.json"
         script_path.write_text(script.to_json())
         own = (*self._metrics_flags(name), *flags)
-        self._run(name, lambda: ScriptedExecutor(script_path, script, self.address(name), *own))
+        self._run(
+            name, lambda: ScriptedExecutor(script_path, script, self.address(name), *own, fresh=self._fresh)
+        )
 
     def start_scheduler(
         self, *flags: str, name: str = "scheduler", executors: Sequence[str] = ("executor",)
@@ -81,7 +84,7 @@ class Cluster:
 
     def _start(self, name: str, module: str, *flags: str) -> None:
         listen = ("--listen", self.address(name), "--log-format", "json", *self._metrics_flags(name))
-        self._run(name, lambda: ServiceProcess(module, *listen, *flags))
+        self._run(name, lambda: ServiceProcess(module, *listen, *flags, fresh=self._fresh))
 
     def _run(self, name: str, start: Callable[[], ServiceProcess]) -> None:
         self._starts[name] = start
@@ -224,9 +227,9 @@ def running(
 
 
 @contextlib.contextmanager
-def assembling(model: Path, *, has_metrics: bool = False) -> Iterator[Cluster]:
-    """An empty cluster, for a test that starts its processes itself."""
-    cluster = Cluster(model, has_metrics=has_metrics)
+def assembling(model: Path, *, has_metrics: bool = False, fresh: bool = False) -> Iterator[Cluster]:
+    """An empty cluster, for a test that starts its processes itself, `fresh` or not."""
+    cluster = Cluster(model, has_metrics=has_metrics, fresh=fresh)
     try:
         yield cluster
     except BaseException as error:

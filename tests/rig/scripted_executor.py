@@ -154,10 +154,12 @@ def expected_output(prompt: Sequence[int], num_tokens: int, script: Script | Non
 class ScriptedExecutor(ServiceProcess):
     """The process, and what it logged."""
 
-    def __init__(self, script_path: Path, script: Script, listen: str, *flags: str) -> None:
+    def __init__(
+        self, script_path: Path, script: Script, listen: str, *flags: str, fresh: bool = False
+    ) -> None:
         self._script = script
         given = ("--script", str(script_path), "--listen", listen, *flags)
-        super().__init__("tests.rig.scripted_executor", *given)
+        super().__init__("tests.rig.scripted_executor", *given, fresh=fresh)
 
     def steps(self) -> list[dict[str, Any]]:
         """One entry for each step that ran so far: see `_LoggingWork`. Needs `log_path` in the script."""

@@ -1,10 +1,7 @@
 """A service of ours (or a stranger's) as a process of its own: started, waited for, stopped or killed."""
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,26 +11,23 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc.address import Address
+from tests.rig.nursery import Nursling, started
 
 START_SECONDS = 60.0
 
 
 class ServiceProcess:
-    """`python -m MODULE FLAGS`, which announces `listening on ADDRESS` on stdout. Its stderr is kept."""
+    """`python -m MODULE FLAGS`, which announces `listening on ADDRESS` on stdout. Its stderr is kept.
 
-    def __init__(self, module: str, *flags: str, cwd: Path | None = None) -> None:
-        self._process = subprocess.Popen(
-            # Its life is bound to ours: not even a test run that is killed leaves it behind.
-            [sys.executable, "-m", "chairlift.child", str(os.getpid()), module, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=cwd,
-        )
+    One that is `fresh` imports everything itself.
+    """
+
+    def __init__(self, module: str, *flags: str, cwd: Path | None = None, fresh: bool = False) -> None:
+        # Its life is bound to ours: not even a test run that is killed leaves it behind.
+        self._process = (started if fresh else Nursling)(module, *flags, cwd=cwd)
         self._stderr: list[str] = []
         self._reader = threading.Thread(target=self._keep_stderr, daemon=True)
         self._reader.start()
-        assert self._process.stdout is not None
         announced = self._process.stdout.readline().strip()
         if not announced.startswith("listening on "):
             self.kill()
@@ -42,7 +36,6 @@ class ServiceProcess:
 
     def next_line(self) -> str:
         """The next line on its stdout, such as where another of its doors is."""
-        assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
     @property
@@ -78,8 +71,7 @@ class ServiceProcess:
 
     def kill(self) -> None:
         """SIGKILL, and wait."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
         self.wait()
 
     def wait(self, timeout_seconds: float = 30.0) -> int:
@@ -87,7 +79,6 @@ class ServiceProcess:
         code = self._process.wait(timeout_seconds)
         self._reader.join(timeout_seconds)
         for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
             pipe.close()
         return code
 
@@ -99,7 +90,6 @@ class ServiceProcess:
             self.wait()
 
     def _keep_stderr(self) -> None:
-        assert self._process.stderr is not None
         with contextlib.suppress(ValueError):  # closed while reading
             for line in self._process.stderr:
                 self._stderr.append(line)

@@ -22,6 +22,8 @@ from schemathesis.specs.openapi import checks
 from router.http import description
 
 MAX_MEMORY_BYTES = 6 << 30
+REFUSALS = ["400", "404", "413", "415"]
+MAX_EVENTS = 1 << 20  # of a stream, which the tool otherwise stops reading after twenty
 CHECKS = [
     not_a_server_error,
     checks.status_code_conformance,
@@ -38,6 +40,8 @@ def ask(url: str, num_inputs: int, mode: GenerationMode, start: int) -> int:
     """
     num_sent = itertools.count()
     schema = schemathesis.openapi.from_dict(description.described())
+    schema.config.max_stream_events = MAX_EVENTS
+    schema.config.checks.negative_data_rejection.expected_statuses = REFUSALS
     with httpx2.Client(base_url=url, timeout=60) as client:
         for result in schema.get_all_operations():
             operation = result.ok()
