@@ -5,7 +5,8 @@
 # started for the time of the test and a base image is made from Debian packages (both need root). Wheels are
 # fetched by this machine's pip, as it is configured, so that the build itself needs no network.
 #
-# Needs: docker, docker-compose, a .venv made by `make test`, models/smollm2. Leaves wheels in tests/compose/.work
+# Needs: docker, docker-compose, prometheus where its image cannot be pulled, a .venv made by `make test`,
+# models/smollm2. Leaves wheels in tests/compose/.work
 # and, where it had to start an engine, that engine's images in the user's cache.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -82,6 +83,36 @@ PY
         --requirement "$work/requirements.txt"
 }
 
+# Prometheus' own image, or where that cannot be pulled, this machine's (a Debian package) under its name.
+need_prometheus() {
+    image=$(sed -n 's/^ *image: \(prom\/prometheus:.*\)/\1/p' docker-compose.yml)
+    docker image inspect "$image" >/dev/null 2>&1 || docker pull --quiet "$image" 2>/dev/null || {
+        folder=$(mktemp -d)
+        cp "$(command -v prometheus)" "$folder/prometheus"
+        printf 'FROM %s\nCOPY prometheus /bin/\nWORKDIR /prometheus\nENTRYPOINT ["/bin/prometheus"]\n' \
+            "$BASE_IMAGE" >"$folder/Dockerfile"
+        docker build --quiet --tag "$image" "$folder"
+        rm -rf "$folder"
+    }
+}
+
+until_told() { # QUERY VALUE: until Prometheus answers a query with that value
+    for _ in $(seq 120); do
+        told=$($python - "$1" <<'PY'
+import json, sys
+from urllib.parse import quote
+from urllib.request import urlopen
+
+answer = json.load(urlopen("http://127.0.0.1:9090/api/v1/query?query=" + quote(sys.argv[1])))
+print(*(sample["value"][1] for sample in answer["data"]["result"]))
+PY
+        ) 2>/dev/null && [[ $told == "$2" ]] && return
+        sleep 1
+    done
+    echo "$1 is $told"
+    return 1
+}
+
 until_healthy() { # CONTAINER…
     for container in "$@"; do
         for _ in $(seq 180); do
@@ -132,6 +163,18 @@ ask
 compose up --detach --no-recreate --scale executor=3
 until_healthy $(compose ps --quiet)
 ask
+
+say "with Prometheus: everybody is scraped, and an executor that is killed is an alert"
+need_prometheus
+compose --profile metrics up --detach --no-recreate --scale executor=3
+until_told 'sum(up{job=~"chairlift-.*"})' 6
+until_told 'count(ALERTS{alertname="ChairliftExecutorLost"})' ''
+docker kill "$(compose ps --quiet executor | head -1)"
+until_told 'count(ALERTS{alertname="ChairliftExecutorLost", alertstate="firing"})' 1
+ask
+compose --profile metrics rm --force --stop prometheus
+compose up --detach --no-recreate --scale executor=3
+until_healthy $(compose ps --quiet)
 
 say "stopping"
 containers=$(compose ps --quiet)
