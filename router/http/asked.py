@@ -314,7 +314,8 @@ def _logit_bias(body: Fields) -> dict[int, float]:
         digits = name[:MAX_TOKEN_ID_DIGITS]
         if not (name.isascii() and digits.isdigit() and name == str(int(digits))):  # else two name one token
             raise invalid("logit_bias", f"{path} names no token; names in logit_bias are token ids")
-        biases[int(name)] = values.number(name) or 0.0
+        if (bias := values.number(name)) is not None:
+            biases[int(name)] = bias
     return biases
 
 

@@ -48,6 +48,7 @@ class Fields:
     """One object, taken apart field by field. `path` says where in the body it stands."""
 
     def __init__(self, values: dict[str, Any], path: str = "") -> None:
+        self._given = values
         self._values = {name: value for name, value in values.items() if value is not None}
         self._path = path
         self._read: set[str] = set()
@@ -61,8 +62,8 @@ class Fields:
 
     @property
     def names(self) -> list[str]:
-        """What it has a value for, in its order: where names are a client's own."""
-        return list(self._values)
+        """All that stand in it, null or not, in its order: where names are a client's own."""
+        return list(self._given)
 
     def path_of(self, name: str) -> str:
         """Where a field of this object stands in the body."""
