@@ -9,6 +9,7 @@ import contextlib
 import random
 import time
 from collections import abc, deque
+from functools import partial
 from typing import Final
 
 import grpc
@@ -38,6 +39,10 @@ _MIN_RETRY_SECONDS: Final = 0.05
 _MAX_RETRY_SECONDS: Final = 1.0
 _RELAY_TIMEOUT_SECONDS: Final = 5.0
 _STATUS_SECONDS: Final = 2.0
+# A token takes each a tenth of a millisecond, an end half of one.
+_WOKEN_TOGETHER: Final = 16
+# A write, and what is read, need a few turns of the loop to get through gRPC's own threads.
+_TURNS_BETWEEN: Final = 8
 # A scheduler that is away this long is lost: its shard's requests may go on elsewhere. By then it has given
 # them up itself (its --orphan-grace-seconds), so that going elsewhere costs nothing that waiting would save.
 RECONNECT_SECONDS: Final = 10.0
@@ -82,7 +87,7 @@ class SchedulerClient:
         self._on_serving_changed = on_serving_changed
         self._wakes: dict[RequestLog, abc.Callable[[], None]] = {}
         self._to_wake: deque[RequestLog] = deque()  # have news that they were not woken for; each once
-        self._due: set[RequestLog] = set()  # the same
+        self._due: set[RequestLog] = set()  # the same ones
         self._is_waking = False
         self._outgoing = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -285,21 +290,27 @@ class SchedulerClient:
                     self._on_serving_changed()
                     self.on_changed()
         if self._to_wake and not self._is_waking:
-            self._wake_next()
+            self._wake_some()
 
-    def _wake_next(self) -> None:
-        """Wakes who has waited longest, and the next one in the loop's next turn.
+    def _wake_some(self) -> None:
+        """Wakes who has waited longest, and the others when these have written and others had their turn.
 
-        Who is woken writes to its client, and the stream is read meanwhile. When there is more to write than
-        time for it, who waits is woken once for all that has come: messages grow in place of the delay.
+        The stream is read meanwhile. When there is more to write than time for it, reading gets ahead, and
+        who waits is woken once for all that has come: messages grow in place of the delay.
         """
-        request = self._to_wake.popleft()
-        self._due.discard(request)
-        if (wake := self._wakes.get(request)) is not None:
-            wake()
+        for _ in range(min(_WOKEN_TOGETHER, len(self._to_wake))):
+            request = self._to_wake.popleft()
+            self._due.discard(request)
+            if (wake := self._wakes.get(request)) is not None:
+                wake()
         self._is_waking = bool(self._to_wake)
         if self._is_waking:
-            asyncio.get_running_loop().call_soon(self._wake_next)
+            self._give_way(_TURNS_BETWEEN)
+
+    def _give_way(self, num_turns: int) -> None:
+        """Goes on waking when the event loop has turned so many times."""
+        go_on = partial(self._give_way, num_turns - 1) if num_turns > 1 else self._wake_some
+        asyncio.get_running_loop().call_soon(go_on)
 
     def _arm_timer(self) -> None:
         """Makes sure that time is looked at when the scheduler counts as lost, and when its requests expire.
