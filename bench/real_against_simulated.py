@@ -3,12 +3,13 @@
     python -m bench.real_against_simulated [--model smollm2] [--requests 500] [--pairs 3] [--share 0.8]
                                            [--out bench/results/real_against_simulated.json] [VARIANT …]
 
-In each pair an executor is calibrated, the load is simulated on its step times, and then served by router,
-scheduler and executor over gRPC, the generator on the same cores. Pairs alternate between the variants:
-iteration, request (request-level batching), narrow (8 seats). Lengths are drawn, prompts are random ids, end
-tokens ignored. Requests come as a Poisson process, at `--share` of the rate at which the simulator, by the
-first calibration, gets through them when all come at once. Told are the medians of the pairs, and beside them
-the noise: how far the real runs lie apart.
+In each pair a server is calibrated by the record of another load (other draws of the same lengths, at the
+same rate), the load is simulated on its step times, and then served by router, scheduler and executor over
+gRPC, the generator on the same cores. Pairs alternate between the variants: iteration, request (request-level
+batching), narrow (8 seats). Lengths are drawn, prompts are random ids, end tokens ignored. Requests come as a
+Poisson process, at `--share` of the rate at which the simulator, by an executor that was calibrated alone,
+gets through them when all come at once. Told are the medians of the pairs, and beside them the noise: how far
+the real runs lie apart.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.stack import service
-from chairlift.calibrate import calibrate
+from chairlift.calibrate import by_record, calibrate
 from chairlift.child_process import ChildProcess, Service
 from chairlift.lab.fit import Fit
 from chairlift.lab.loads import Load, Row
@@ -71,8 +72,14 @@ def drawn(num_requests: int, seed: int) -> tuple[Row, ...]:
     )
 
 
+def arriving(rows: tuple[Row, ...], rate: float, seed: int) -> tuple[Row, ...]:
+    """The same as a Poisson process."""
+    gaps = Load(len(rows), rows=rows, arrivals="poisson", rate=rate, seed=seed)
+    return tuple(replace(row, time=item.time) for row, item in zip(rows, gaps, strict=True))
+
+
 async def calibrated(flags: list[str]) -> tuple[Fit, Capacity]:
-    """Step times of an executor of its own."""
+    """Step times of an executor alone."""
     with tempfile.TemporaryDirectory(prefix="cl-cal-") as folder:
         argv = ("--listen", f"unix:{folder}/executor.sock", *flags)
         child = ChildProcess(Service("executor", argv, module="executor"))
@@ -102,6 +109,14 @@ def simulated(
         "first_token_p50": statistics.median(firsts),
         "between_tokens_p50": records.gaps.quantile(0.5),
     }
+
+
+async def calibrated_by_load(variant: Variant, flags: list[str], rows: tuple[Row, ...], folder: Path) -> Fit:
+    """Step times of a server under this load."""
+    record = folder / "calibration.rec"
+    record.unlink(missing_ok=True)
+    await real(variant, [*flags, "--record", str(record)], rows, folder)
+    return by_record(record)[0]
 
 
 async def real(variant: Variant, flags: list[str], rows: tuple[Row, ...], folder: Path) -> dict[str, float]:
@@ -168,18 +183,18 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         flags += ["--num-threads", str(options.num_threads)]
     rows = drawn(options.requests, options.seed)
     runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in options.variants}
-    rate, fits = 0.0, []
+    alone, capacity = await calibrated(flags)
+    at_once = simulated(VARIANTS["iteration"], capacity, alone.prices, rows)
+    tokens = sum(row.num_output_tokens for row in rows)
+    rate = options.share * len(rows) * at_once["output_tokens_per_second"] / tokens
+    rows, fits = arriving(rows, rate, options.seed), []
     with tempfile.TemporaryDirectory(prefix="cl-ras-") as folder:
-        for _ in range(options.pairs):
+        for number in range(1, options.pairs + 1):
+            other = options.seed + number
+            another = arriving(drawn(options.requests // 2, other), rate, other)
             for name in options.variants:
-                fit, capacity = await calibrated(flags)
+                fit = await calibrated_by_load(VARIANTS[name], flags, another, Path(folder))
                 fits.append(fit.sentence)
-                if not rate:
-                    at_once = simulated(VARIANTS["iteration"], capacity, fit.prices, rows)
-                    tokens = sum(row.num_output_tokens for row in rows)
-                    rate = options.share * len(rows) * at_once["output_tokens_per_second"] / tokens
-                    gaps = Load(len(rows), rows=rows, arrivals="poisson", rate=rate, seed=options.seed)
-                    rows = tuple(replace(row, time=item.time) for row, item in zip(rows, gaps, strict=True))
                 run = {
                     "simulated": simulated(VARIANTS[name], capacity, fit.prices, rows),
                     "real": await real(VARIANTS[name], flags, rows, Path(folder)),

@@ -3,6 +3,9 @@
 It takes the executor over, so run it on one that nobody uses. Synthetic sequences of several widths and
 contexts are computed, prompts in chunks and then decoding, with two plans under way where the executor takes
 two; what counts is the time from one result to the next.
+
+`--record FILE` takes the steps that a scheduler recorded in its place: under the load they had, with all else
+that ran on the machine, and the way to the executor and back.
 """
 
 import argparse
@@ -13,12 +16,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
 from chairlift.about import about
 from chairlift.flag_files import to_write
 from chairlift.lab.fit import Fit, FitError, Measured, fit
+from chairlift.lab.replay import DifferentError, UnreadableError, replay_file
+from chairlift.lab.what_if import fitted
 from chairlift.parser import Parser
 from chairlift.step_driver import Epoch, ExecutorDriver, Failure, Stream, ended_by
 from protos.v1 import common_pb2, executor_pb2
@@ -31,6 +37,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (16, 128, 512, 1536)
 CHUNKS = (0, 16, 64, 256)  # tokens of a prompt beside those who decode
 NUM_DECODE_STEPS = 12
+SIZES = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_seq_len")
 MAX_TOKENS = 4096  # of all sequences of one shape: they are computed, which takes its time
 _TIMEOUT_SECONDS = 120.0
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -178,6 +185,17 @@ async def calibrate(
             return fit(bench.measured), epoch.capacity
 
 
+def by_record(path: Path) -> tuple[Fit, object]:
+    """Prices of the steps in a record, and the capacity of its first executor.
+
+    Raises UnreadableError, DifferentError, FitError, OSError.
+    """
+    report = replay_file(path)
+    if not report.fleet:
+        raise FitError("no executor was there when it was recorded")
+    return fitted(report), report.fleet[0]
+
+
 def main(argv: list[str]) -> int:
     """Measures, prints the errors of the fit, writes the prices; returns the exit code."""
     parser = Parser(
@@ -185,7 +203,16 @@ def main(argv: list[str]) -> int:
         description=about(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the executor")
+    measured = parser.add_mutually_exclusive_group(required=True)
+    measured.add_argument(
+        "address", nargs="?", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the executor"
+    )
+    measured.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="what a scheduler wrote with its --record, in place of ADDRESS",
+    )
     parser.add_argument("--out", type=to_write, metavar="FILE", help="where the prices go; default: shown")
     tls.add_flags(parser)
     options = parser.parse_args(argv)
@@ -193,22 +220,24 @@ def main(argv: list[str]) -> int:
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    found: Fit
+    capacity: object  # has the sizes
     try:
-        found, capacity = asyncio.run(
-            calibrate(options.address, certificates=tls.from_flags(options), tell=tell)
-        )
+        if options.record is not None:
+            found, capacity = by_record(options.record)
+        else:
+            found, capacity = asyncio.run(
+                calibrate(options.address, certificates=tls.from_flags(options), tell=tell)
+            )
         text = json.dumps(found.as_json(), indent=2)
         if options.out is None:
             print(text)
         else:
             options.out.write_text(text + "\n")
-    except (AddressError, StartError, Failure, FitError, OSError) as error:
+    except (AddressError, StartError, Failure, FitError, UnreadableError, DifferentError, OSError) as error:
         print(f"chairlift calibrate: {error}", file=sys.stderr)
         return 2
     tell(found.sentence)
-    tell(
-        f"simulate it with --step-times {options.out or 'FILE'} --num-blocks {capacity.num_blocks} "
-        f"--block-size {capacity.block_size} --max-num-seqs {capacity.max_num_seqs} "
-        f"--max-num-batched-tokens {capacity.max_num_batched_tokens} --max-seq-len {capacity.max_seq_len}"
-    )
+    flags = [f"--{name.replace('_', '-')} {getattr(capacity, name)}" for name in SIZES]
+    tell(f"simulate it with --step-times {options.out or 'FILE'} {' '.join(flags)}")
     return 0

@@ -7,8 +7,15 @@ import pytest
 
 from chairlift import calibrate, simulate
 from chairlift.calibrate import Shape, shapes
-from chairlift.lab.step_times import from_json
+from chairlift.lab.loads import Load
+from chairlift.lab.loop import LogicalLoop
+from chairlift.lab.step_times import Linear, from_json
 from protos.v1 import executor_pb2
+from scheduler import recorder
+from scheduler.batching import Batching
+from scheduler.plan import Capacity
+from scheduler.policy import Limits
+from scheduler.recorder import Recorder, RecordingCore
 from tests.rig import scripted_executor
 from tests.rig.scripted_executor import Script
 
@@ -33,6 +40,45 @@ def test_prices_of_a_running_executor_feed_a_simulation(
     assert prices.per_token_us + prices.per_row_us > 10
     flags = ["--prompt", "20", "--output", "5", "--requests", "3", "--rate", "9", "--num-blocks", "256"]
     assert simulate.main(["--step-times", str(out), *flags]) == 0
+
+
+def recorded(path: Path, prices: Linear, capacities: list[Capacity], num_requests: int) -> Path:
+    """A load in logical time, written down."""
+    limits = Limits(window=1)
+    writer = Recorder(path, limits, Batching.ITERATION)
+    core = RecordingCore(writer, limits, cache_secret=b"x")
+    loop = LogicalLoop(core, capacities, prices)
+    if num_requests:
+        loop.run(Load(num_requests, prompt="uniform:10,60", output="exponential:30", rate=12.0))
+    writer.close()
+    return writer.path
+
+
+def test_a_record_gives_the_prices_that_its_steps_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_PENDING", 10**9)
+    capacity = Capacity(100, 16, 8, 64, 1 << 20, 2, 1 << 31)
+    record = recorded(tmp_path / "record", Linear(10_000, 100), [capacity], 60)
+    out = tmp_path / "prices.json"
+    assert calibrate.main(["--record", str(record), "--out", str(out)]) == 0
+    assert from_json(out).base_us == pytest.approx(10_000, rel=0.01)
+    assert from_json(out).per_token_us == pytest.approx(100, rel=0.02)
+    told = capsys.readouterr().err
+    assert "--num-blocks 100 --block-size 16 --max-num-seqs 8 --max-num-batched-tokens 64" in told
+
+
+def test_a_record_that_has_no_steps_or_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = recorded(tmp_path / "record", Linear(10_000, 100), [], 0)
+    assert calibrate.main(["--record", str(nothing)]) == 2
+    assert "no executor was there when it was recorded" in capsys.readouterr().err
+    nothing.write_text("{}")
+    assert calibrate.main(["--record", str(nothing)]) == 2
+    for argv in ([], ["127.0.0.1:1", "--record", str(nothing)]):
+        with pytest.raises(SystemExit):
+            calibrate.main(argv)
 
 
 def test_one_after_the_other_and_the_executor_is_free_again(tmp_path: Path) -> None:
