@@ -5,11 +5,12 @@
 
 In each pair a server is calibrated by the record of another load (other draws of the same lengths, at the
 same rate), the load is simulated on its step times, and then served by router, scheduler and executor over
-gRPC, the generator on the same cores. Pairs alternate between the variants: iteration, request (request-level
-batching), narrow (8 seats). Lengths are drawn, prompts are random ids, end tokens ignored. Requests come as a
-Poisson process, at `--share` of the rate at which the simulator, by an executor that was calibrated alone,
-gets through them when all come at once. Told are the medians of the pairs, and beside them the noise: how far
-the real runs lie apart.
+gRPC, the generator on the same cores. The simulator knows neither router nor client: what a first token takes
+longer for the clients of the calibration than for its scheduler is added. Pairs alternate between the
+variants: iteration, request (request-level batching), narrow (8 seats). Lengths are drawn, prompts are random
+ids, end tokens ignored. Requests come as a Poisson process, at `--share` of the rate at which the simulator,
+by an executor that was calibrated alone, gets through them when all come at once. Told are the medians of the
+pairs, and beside them the noise: how far the real runs lie apart.
 """
 
 import argparse
@@ -27,12 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.stack import service
-from chairlift.calibrate import by_record, calibrate
+from chairlift.calibrate import calibrate
 from chairlift.child_process import ChildProcess, Service
 from chairlift.lab.fit import Fit
 from chairlift.lab.loads import Load, Row
 from chairlift.lab.loop import LogicalLoop
+from chairlift.lab.replay import replay_file
 from chairlift.lab.step_times import Linear
+from chairlift.lab.what_if import fitted
 from chairlift.pull import default_models_dir, resolve
 from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
@@ -111,12 +114,17 @@ def simulated(
     }
 
 
-async def calibrated_by_load(variant: Variant, flags: list[str], rows: tuple[Row, ...], folder: Path) -> Fit:
-    """Step times of a server under this load."""
+async def calibrated_by_load(
+    variant: Variant, flags: list[str], rows: tuple[Row, ...], folder: Path
+) -> tuple[Fit, float]:
+    """Step times of a server under this load, and what a first token takes beside the scheduler, seconds."""
     record = folder / "calibration.rec"
     record.unlink(missing_ok=True)
-    await real(variant, [*flags, "--record", str(record)], rows, folder)
-    return by_record(record)[0]
+    told = await real(variant, [*flags, "--record", str(record)], rows, folder)
+    report = replay_file(record)
+    newest = report.seen[-len(rows) :]  # the others warmed it up
+    firsts = [seen.first_token - seen.submitted for seen in newest if seen.first_token is not None]
+    return fitted(report), told["first_token_p50"] - statistics.median(firsts)
 
 
 async def real(variant: Variant, flags: list[str], rows: tuple[Row, ...], folder: Path) -> dict[str, float]:
@@ -193,14 +201,22 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             other = options.seed + number
             another = arriving(drawn(options.requests // 2, other), rate, other)
             for name in options.variants:
-                fit = await calibrated_by_load(VARIANTS[name], flags, another, Path(folder))
+                fit, way = await calibrated_by_load(VARIANTS[name], flags, another, Path(folder))
                 fits.append(fit.sentence)
+                expected = simulated(VARIANTS[name], capacity, fit.prices, rows)
+                expected["first_token_p50"] += way
                 run = {
-                    "simulated": simulated(VARIANTS[name], capacity, fit.prices, rows),
+                    "simulated": expected,
                     "real": await real(VARIANTS[name], flags, rows, Path(folder)),
                 }
                 runs[name].append(run)
-                print(name, json.dumps(run), fit.sentence, sep="\n  ", flush=True)
+                print(
+                    name,
+                    json.dumps(run),
+                    f"{fit.sentence}; {1000 * way:.0f} ms beside the scheduler",
+                    sep="\n  ",
+                    flush=True,
+                )
     figures = {name: judged(each) for name, each in runs.items()}
     return {
         "requests": options.requests,

@@ -314,8 +314,9 @@ def _logit_bias(body: Fields) -> dict[int, float]:
         digits = name[:MAX_TOKEN_ID_DIGITS]
         if not (name.isascii() and digits.isdigit() and name == str(int(digits))):  # else two name one token
             raise invalid("logit_bias", f"{path} names no token; names in logit_bias are token ids")
-        if (bias := values.number(name)) is not None:
-            biases[int(name)] = bias
+        if (bias := values.number(name)) is None:
+            raise invalid("logit_bias", f"{path} is null; it must be a number")
+        biases[int(name)] = bias
     return biases
 
 

@@ -1,6 +1,6 @@
 """A JSON body, read strictly: every value has the right type or is refused by name, and nothing is ignored.
 
-  - null is the same as absent, everywhere but inside lists.
+  - null is the same as absent, everywhere but inside lists and behind names that are a client's own.
   - What nobody has read when `close` is called is refused by name.
   - A name that stands twice in one object is refused: one of its values would be ignored.
   - NaN, Infinity, numbers beyond a double or 64 bits, and lone surrogates are refused.

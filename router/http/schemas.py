@@ -151,7 +151,7 @@ _COMMON: Final[Schema] = {
     "logit_bias": {
         "type": "object",
         "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
-        "additionalProperties": _or_null(_number(-MAX_BIAS, MAX_BIAS)),
+        "additionalProperties": _number(-MAX_BIAS, MAX_BIAS),
         "maxProperties": MAX_LISTED_TOKEN_IDS,
         "description": "Names are token ids",
     },
