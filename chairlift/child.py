@@ -13,10 +13,15 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
+def end_with_parent() -> None:
+    """From now on this process is killed when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(argv: list[str]) -> None:
     """Binds this process to the life of process `argv[0]`, then runs module `argv[1]` with the rest."""
     parent, module = int(argv[0]), argv[1]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:  # it died before the signal was armed
         sys.exit(f"chairlift: the process {parent} that started the {module} is gone")
     sys.argv[1:] = argv[2:]

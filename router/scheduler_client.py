@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import abc, deque
+from collections import OrderedDict, abc
 from functools import partial
 from typing import Final
 
@@ -86,9 +86,8 @@ class SchedulerClient:
         )
         self._on_serving_changed = on_serving_changed
         self._wakes: dict[RequestLog, abc.Callable[[], None]] = {}
-        self._to_wake: deque[RequestLog] = deque()  # have news that they were not woken for; each once
-        self._due: set[RequestLog] = set()  # the same ones
-        self._is_waking = False
+        # Have news that they were not woken for. While there are any, `_wake_some` is due.
+        self._to_wake: OrderedDict[RequestLog, None] = OrderedDict()
         self._outgoing = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -158,7 +157,7 @@ class SchedulerClient:
         self._session.abandon(request)
         self._outgoing.set()
         wake = self._wakes.pop(request)
-        if request in self._due:
+        if request in self._to_wake:
             wake()
         return wake
 
@@ -279,17 +278,16 @@ class SchedulerClient:
                 await self._outgoing.wait()
 
     def _dispatch(self, events: list[Event]) -> None:
+        is_waking = bool(self._to_wake)
         for event in events:
             match event:
                 case Progressed(request):
-                    if request not in self._due:
-                        self._due.add(request)
-                        self._to_wake.append(request)
+                    self._to_wake[request] = None
                 case ServingChanged(refusal):
                     _log.info("scheduler_serving", scheduler=self.address.target, refusal=refusal)
                     self._on_serving_changed()
                     self.on_changed()
-        if self._to_wake and not self._is_waking:
+        if self._to_wake and not is_waking:
             self._wake_some()
 
     def _wake_some(self) -> None:
@@ -299,12 +297,10 @@ class SchedulerClient:
         who waits is woken once for all that has come: messages grow in place of the delay.
         """
         for _ in range(min(_WOKEN_TOGETHER, len(self._to_wake))):
-            request = self._to_wake.popleft()
-            self._due.discard(request)
+            request, _ = self._to_wake.popitem(last=False)
             if (wake := self._wakes.get(request)) is not None:
                 wake()
-        self._is_waking = bool(self._to_wake)
-        if self._is_waking:
+        if self._to_wake:
             self._give_way(_TURNS_BETWEEN)
 
     def _give_way(self, num_turns: int) -> None:

@@ -6,8 +6,8 @@
 # fetched by this machine's pip, as it is configured, so that the build itself needs no network.
 #
 # Needs: docker, docker-compose, prometheus where its image cannot be pulled, a .venv made by `make test`,
-# models/smollm2. Leaves wheels in tests/compose/.work
-# and, where it had to start an engine, that engine's images in the user's cache.
+# models/smollm2. Leaves wheels in tests/compose/.work and, where it had to start an engine, that engine's images in
+# the user's cache.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -98,7 +98,7 @@ need_prometheus() {
 
 until_told() { # QUERY VALUE: until Prometheus answers a query with that value
     for _ in $(seq 120); do
-        told=$($python - "$1" <<'PY'
+        told=$($python - "$1" 2>/dev/null <<'PY'
 import json, sys
 from urllib.parse import quote
 from urllib.request import urlopen
@@ -106,7 +106,7 @@ from urllib.request import urlopen
 answer = json.load(urlopen("http://127.0.0.1:9090/api/v1/query?query=" + quote(sys.argv[1])))
 print(*(sample["value"][1] for sample in answer["data"]["result"]))
 PY
-        ) 2>/dev/null && [[ $told == "$2" ]] && return
+        ) && [[ $told == "$2" ]] && return
         sleep 1
     done
     echo "$1 is $told"

@@ -9,12 +9,10 @@ It is one thread that has called nothing: what is forked has no lock that is hel
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -24,8 +22,9 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
+from chairlift import child
+
 _ROOT: Final = Path(__file__).parents[2]
-_PR_SET_PDEATHSIG: Final = 1
 _MAX_ASKED_BYTES: Final = 1 << 20
 _RUN: Final = ("executor.__main__", "scheduler.__main__", "router.__main__", "tests.rig.scripted_executor")
 _IMPORTED: Final = ("torch", "executor.model", "executor.runner")  # by what is run, and only then
@@ -111,8 +110,11 @@ def _nursery() -> socket.socket:
 # --- in the nursery ---------------------------------------------------------------------------------
 
 
-def _serve(asking: socket.socket) -> None:
-    """Forks what is asked for, until nobody is left who could ask. Returns in what is forked alone."""
+def _serve(asking: socket.socket) -> list[str]:
+    """Forks what is asked for, until nobody is left who could ask.
+
+    Returns in what is forked alone: the arguments of `chairlift.child`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a person's ^C is for the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for minders
     while True:
@@ -121,15 +123,14 @@ def _serve(asking: socket.socket) -> None:
             sys.exit()
         if os.fork() == 0:
             asking.close()
-            _mind(json.loads(message), *descriptors)
-            return
+            return _mind(json.loads(message), *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _mind(asked: dict[str, Any], out: int, err: int, ended: int) -> None:
-    """Forks the process and tells of its beginning and end. Returns in it alone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # as what is minded does
+def _mind(asked: dict[str, Any], out: int, err: int, ended: int) -> list[str]:
+    """Forks the process and tells of its beginning and end. Returns in it alone: its arguments."""
+    child.end_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
@@ -141,8 +142,7 @@ def _mind(asked: dict[str, Any], out: int, err: int, ended: int) -> None:
         os.chdir(asked["cwd"])
         os.environ.clear()
         os.environ.update(asked["env"])
-        sys.argv = ["chairlift.child", str(os.getppid()), asked["module"], *asked["flags"]]
-        return
+        return [str(os.getppid()), asked["module"], *asked["flags"]]
     for descriptor in (0, 1, 2, out, err):
         os.close(descriptor)
     os.write(ended, f"{pid}\n".encode())
@@ -160,8 +160,7 @@ def _main(descriptor: int) -> None:
     assert threading.active_count() == 1, "what is forked must have one thread"
     gc.collect()
     gc.freeze()
-    _serve(socket.socket(fileno=descriptor))
-    runpy.run_module("chairlift.child", run_name="__main__", alter_sys=True)
+    child.main(_serve(socket.socket(fileno=descriptor)))
 
 
 if __name__ == "__main__":
