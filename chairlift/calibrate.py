@@ -216,6 +216,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=to_write, metavar="FILE", help="where the prices go; default: shown")
     tls.add_flags(parser)
     options = parser.parse_args(argv)
+    if options.record is not None and (unused := tls.given_flags(parser, options)):
+        parser.error(f"{', '.join(unused)} with --record: a file is read, nobody is called; leave it out")
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -83,9 +83,7 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
                 files.generation_defaults if settings.generation_config == "model" else GenerationDefaults(),
                 settings.default_max_tokens,
             ),
-            tool_call_form=tool_calls.chosen_form(
-                settings.tool_call_parser, files.chat_template, hides=tokenizer.hides
-            ),
+            tool_call_form=tool_calls.chosen_form(settings.tool_call_parser, files.chat_template),
         ),
         schedulers=schedulers,
         tokens=_resume_tokens(settings.cluster_secret_file),

@@ -41,7 +41,7 @@ from router.stop_strings import StopStrings
 from router.tally import Tally, outcome_of_error
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer, TooManyTokensError
-from router.tool_calls import ToolCallForm
+from router.tool_calls import TAGS, ToolCallForm
 from router.traces import CallTrace
 from rpc.errors import RequestError, invalid
 from rpc.tracing import Tracer
@@ -115,6 +115,8 @@ class Intake:
     ) -> None:
         """Without `tokens`, those of this router can be verified by nobody else."""
         self.model = model
+        form = model.tool_call_form
+        self._tags = frozenset[int]() if form is None else model.tokenizer.special_ids(TAGS[form])
         self.latencies = Latencies()
         self.tally = Tally()
         self._tracer = tracer
@@ -257,14 +259,17 @@ class Intake:
             defaults=self.model.defaults,
             drawn_seed=drawn_seed(tenant, asked.request_id, arrival.body_digest),
         )
-        tokenizer = self.model.tokenizer
+        has_tools = isinstance(checked.prompt, validation.Chat) and checked.prompt.tools
+        detokenizer = partial(
+            self.model.tokenizer.detokenizer, shown=self._tags if has_tools else frozenset()
+        )
         log = RequestLog(
             request_id=asked.request_id,
             tenant=tenant,
             prompt_token_ids=valid.prompt_token_ids,
             sampling=valid.sampling,
             texts=[
-                TextStream(tokenizer.detokenizer(), StopStrings(valid.stop, include=valid.include_stop))
+                TextStream(detokenizer(), StopStrings(valid.stop, include=valid.include_stop))
                 for _ in range(valid.n)
             ],
             eos_token_ids=frozenset(welcome.eos_token_ids),

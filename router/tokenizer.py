@@ -12,6 +12,7 @@ of ids that it ends with is made with the lock held, so say how many are wanted 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -84,9 +85,10 @@ class Tokenizer:
         """Whether the model brings a chat template."""
         return self._chat_template is not None
 
-    def hides(self, text: str) -> bool:
-        """Whether a text is one special token, which no answer shows."""
-        return self._tokenizer.token_to_id(text) in self._special_ids
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Of those texts that are a special token each: its id."""
+        ids: Iterable[int | None] = map(self._tokenizer.token_to_id, texts)
+        return frozenset(token_id for token_id in ids if token_id in self._special_ids)
 
     def encode(self, text: str, *, at_most: int | None = None) -> list[int]:
         """The ids of a plain text, with the special tokens that the tokenizer puts around one.
@@ -171,20 +173,28 @@ class Tokenizer:
         # Behind a plain word, for the first piece of a text may lose its space.
         return self.decode([self._anchor, token_id]).removeprefix(self.decode([self._anchor])).encode()
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh detokenizer for one sequence."""
+    def detokenizer(self, *, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """A fresh detokenizer for one sequence. Special tokens have no text in it, but for those `shown`."""
         if self._token_bytes is not None:
-            return ByteLevelDetokenizer(self._bytes_of)
+            shows = partial(self._shown_bytes, shown=shown) if shown else self._bytes_of
+            return ByteLevelDetokenizer(shows)
         return PieceDetokenizer(
-            self._ordinary_text, self.decode, anchor=self._anchor, byte_fallback=self._byte_fallback
+            partial(self._ordinary_text, shown=shown),
+            partial(self.decode, include_special=bool(shown)),  # it is given no others
+            anchor=self._anchor,
+            byte_fallback=self._byte_fallback,
         )
 
     def _bytes_of(self, token_id: int) -> bytes:
         assert self._token_bytes is not None, "only byte-level vocabularies ask"
         return self._token_bytes[token_id] if token_id < self.vocab_size else b""
 
-    def _ordinary_text(self, token_id: int) -> str | None:
-        return None if token_id in self._special_ids else self.token_text(token_id)
+    def _shown_bytes(self, token_id: int, *, shown: frozenset[int]) -> bytes:
+        return self.token_bytes(token_id) if token_id in shown else self._bytes_of(token_id)
+
+    def _ordinary_text(self, token_id: int, *, shown: frozenset[int]) -> str | None:
+        is_hidden = token_id in self._special_ids and token_id not in shown
+        return None if is_hidden else self.token_text(token_id)
 
     def _find_anchor(self, texts: dict[int, str]) -> int:
         for token_id, text in texts.items():

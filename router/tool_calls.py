@@ -3,11 +3,15 @@
   HERMES        <tool_call>{"name": "f", "arguments": {}}</tool_call>    Hermes, Qwen 2.5 and 3, SmolLM 3
   LLAMA3_JSON   {"name": "f", "parameters": {}}                          Llama 3; <|python_tag|> may lead it
   MISTRAL       [{"name": "f", "arguments": {}}]                         Mistral; [TOOL_CALLS] may lead it
+                [TOOL_CALLS]f[ARGS]{}                                    later; [CALL_ID]x may stand behind f
+
+Where tags are special tokens the text must show them all the same: `TAGS`.
 
 Rules:
   1. What comes out is a function of the text, the form and the tools, never of how the text is cut.
   2. A call is an object of a tool's name and an object of arguments; beside them `type` and `id` may stand.
-     Whatever begins like one and is none is content, to the letter.
+     In the later form the name stands before the arguments. Whatever begins like a call and is none is
+     content, to the letter.
   3. Arguments are handed on as the model wrote them.
   4. White space around a call is the form's, and between calls and behind the last one a `;` is Llama 3's; in
      a list that has begun with a call, `,` and the `]` that ends it are Mistral's. All other text is content.
@@ -24,10 +28,12 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol
 
-TAG: Final = "<tool_call>"
+_TAG: Final = "<tool_call>"
 _END_TAG: Final = "</tool_call>"
 _PYTHON_TAG: Final = "<|python_tag|>"
-_LIST_TAG: Final = "[TOOL_CALLS]"
+_CALLS_TAG: Final = "[TOOL_CALLS]"
+_ID_TAG: Final = "[CALL_ID]"
+_ARGUMENTS_TAG: Final = "[ARGS]"
 _SPACE: Final = " \t\r\n"
 _NAMES: Final = ("name", "arguments", "parameters", "type", "id")
 _FIRST_NAMES: Final = tuple(f'"{name}"' for name in _NAMES)
@@ -35,6 +41,11 @@ _FIRST_NAMES: Final = tuple(f'"{name}"' for name in _NAMES)
 _WRITES_PARAMETERS: Final = re.compile(r'\\?"parameters\\?":')
 _NO_SPACE: Final = re.compile(rf"[^{_SPACE}]|\Z")
 _IN_STRING: Final = re.compile(r'[^"\\\x00-\x1f]*')
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]*")
+_NAMED_BEFORE: Final = re.compile(
+    rf"{re.escape(_CALLS_TAG)}[{_SPACE}]*({_NAME.pattern})(?:{re.escape(_ID_TAG)}{_NAME.pattern})?"
+    rf"{re.escape(_ARGUMENTS_TAG)}"
+)
 _OUTSIDE_STRINGS: Final = re.compile(rf"[{_SPACE}:,0-9+\-.a-zE]*")
 
 
@@ -54,26 +65,28 @@ class Called:
     arguments: str
 
 
-def chosen_form(
-    setting: str, template: str | None, *, hides: abc.Callable[[str], bool]
-) -> ToolCallForm | None:
-    """The form by the router's setting: a form's name, `none`, or `auto`, which is what the template shows.
+TAGS: Final[abc.Mapping[ToolCallForm, tuple[str, ...]]] = {
+    ToolCallForm.HERMES: (_TAG, _END_TAG),
+    ToolCallForm.LLAMA3_JSON: (),
+    ToolCallForm.MISTRAL: (_CALLS_TAG, _ID_TAG, _ARGUMENTS_TAG),
+}
+"""What calls cannot be told by without."""
 
-    `hides` says whether a tag is a special token. Then text does not show it, and JSON stands alone.
-    """
+
+def chosen_form(setting: str, template: str | None) -> ToolCallForm | None:
+    """The form by the router's setting: a form's name, `none`, or `auto`: as the template shows."""
     if setting == "none":
         return None
-    form = form_of(template) if setting == "auto" else ToolCallForm(setting)
-    return ToolCallForm.LLAMA3_JSON if form is ToolCallForm.HERMES and hides(TAG) else form
+    return form_of(template) if setting == "auto" else ToolCallForm(setting)
 
 
 def form_of(template: str | None) -> ToolCallForm | None:
     """The form that a chat template shows to its model; None when it shows none of ours."""
     if template is None:
         return None
-    if TAG in template:
+    if _TAG in template:
         return ToolCallForm.HERMES
-    if _LIST_TAG in template:
+    if _CALLS_TAG in template:
         return ToolCallForm.MISTRAL
     if _PYTHON_TAG in template or _WRITES_PARAMETERS.search(template):
         return ToolCallForm.LLAMA3_JSON
@@ -151,12 +164,16 @@ class ToolCallParser:
         text = "".join(self._held)
         self._held.clear()
         self._attempt = None
-        call = _call(text[text.index("{") : text.rindex("}") + 1], self._names) if is_call else None
+        named = _NAMED_BEFORE.match(text)
+        call = None
+        if is_call:
+            told = text[text.index("{") : text.rindex("}") + 1]
+            call = _named_call(named[1], told, self._names) if named else _call(told, self._names)
         if call is None:
             return self._content(text)
         self._gap.clear()
         self._is_behind_call = True
-        self._is_in_list = self._is_in_list or text.startswith("[")
+        self._is_in_list = not named and (self._is_in_list or text.startswith("["))
         self.num_calls += 1
         return [call]
 
@@ -228,19 +245,18 @@ class _OneOf:
         return len(text), _Outcome.MORE
 
 
-class _RestOfTag:
-    """Behind a `[`: the rest of Mistral's tag and a list's bracket, or nothing where it was that bracket."""
+class _Name:
+    """A function's name or a call's, which the next tag ends."""
 
     def __init__(self) -> None:
-        self._left: list[_Piece] | None = None  # not known yet
+        self._num_read = 0
 
     def read(self, text: str, position: int) -> tuple[int, _Outcome]:
-        if self._left is None:
-            if position == len(text):
-                return position, _Outcome.MORE
-            is_tag = text[position] == _LIST_TAG[1]
-            self._left = [_OneOf("["), _Gap(), _OneOf(_LIST_TAG[1:])] if is_tag else []
-        return _read_on(self._left, text, position)
+        end = _NAME.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing too
+        self._num_read += end - position
+        if end == len(text):
+            return end, _Outcome.MORE
+        return end, _Outcome.DONE if self._num_read else _Outcome.FAILED
 
 
 class _Rest:
@@ -283,39 +299,60 @@ class _Rest:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What follows is told by its first character."""
+
+    by_first: abc.Mapping[str, list["_Piece | _Choice"]]
+    otherwise: list["_Piece | _Choice"]
+
+    def pieces(self, first: str) -> list["_Piece | _Choice"]:
+        return self.by_first.get(first, self.otherwise)
+
+
 class _Attempt:
     """Reads what may be a call, piece by piece. `first` is the character that it begins with."""
 
     __slots__ = ("_left",)
 
     def __init__(self, form: ToolCallForm, first: str) -> None:
-        pieces: list[_Piece] = [_OneOf("{"), _Gap(), _OneOf(*_FIRST_NAMES), _Rest()]
+        pieces: list[_Piece | _Choice] = [_OneOf("{"), _Gap(), _OneOf(*_FIRST_NAMES), _Rest()]
         if form is ToolCallForm.HERMES:
-            pieces = [_OneOf(TAG), _Gap(), *pieces, _Gap(), _OneOf(_END_TAG)]
+            pieces = [_OneOf(_TAG), _Gap(), *pieces, _Gap(), _OneOf(_END_TAG)]
         elif first == "<":
             pieces = [_OneOf(_PYTHON_TAG), _Gap(), *pieces]
         elif first == "[":
-            pieces = [_OneOf("["), _RestOfTag(), _Gap(), *pieces]
+            pieces = [_OneOf("["), _Choice({"T": _behind_tag(pieces)}, [_Gap(), *pieces])]
         self._left = pieces[::-1]
 
     @property
     def has_object(self) -> bool:
         """Whether the object is whole, whatever is to follow."""
-        return not any(isinstance(piece, _Rest) for piece in self._left)
+        return not any(isinstance(piece, _Rest | _Choice) for piece in self._left)
 
     def read(self, text: str, position: int) -> tuple[int, _Outcome]:
-        """As a piece does, over all of them."""
-        return _read_on(self._left, text, position)
+        """As a piece does, over all of them: the last one that is left is read first, and taken off."""
+        left = self._left
+        while left:
+            piece = left[-1]
+            if isinstance(piece, _Choice):
+                if position == len(text):
+                    return position, _Outcome.MORE
+                left[-1:] = piece.pieces(text[position])[::-1]
+                continue
+            position, outcome = piece.read(text, position)
+            if outcome is not _Outcome.DONE:
+                return position, outcome
+            left.pop()
+        return position, _Outcome.DONE
 
 
-def _read_on(left: list[_Piece], text: str, position: int) -> tuple[int, _Outcome]:
-    """Reads the pieces that are left, the last one first, and takes off those that are read."""
-    while left:
-        position, outcome = left[-1].read(text, position)
-        if outcome is not _Outcome.DONE:
-            return position, outcome
-        left.pop()
-    return position, _Outcome.DONE
+def _behind_tag(call: list[_Piece | _Choice]) -> list[_Piece | _Choice]:
+    """From the second character of Mistral's tag on: a list that begins with `call`, or a function's name."""
+    identified: list[_Piece | _Choice] = [_OneOf(_ID_TAG[1:]), _Name(), _OneOf(_ARGUMENTS_TAG)]
+    by_tag = _Choice({_ID_TAG[1]: identified}, [_OneOf(_ARGUMENTS_TAG[1:])])
+    named: list[_Piece | _Choice] = [_Name(), _OneOf("["), by_tag, _Gap(), _OneOf("{"), _Rest()]
+    return [_OneOf(_CALLS_TAG[1:]), _Gap(), _Choice({"[": [_OneOf("["), _Gap(), *call]}, named)]
 
 
 _START: Final = {
@@ -347,6 +384,16 @@ def _call(text: str, names: abc.Container[str]) -> Called | None:
         return None
     ((arguments, as_written),) = given
     return Called(name, as_written) if isinstance(arguments, dict) else None
+
+
+def _named_call(name: str, arguments: str, names: abc.Container[str]) -> Called | None:
+    """The same where the name stands before the arguments."""
+    try:
+        given, end = _DECODER.raw_decode(arguments)
+    except (ValueError, RecursionError):
+        return None
+    is_call = name in names and isinstance(given, dict) and end == len(arguments)
+    return Called(name, arguments) if is_call else None
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]]:

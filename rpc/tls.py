@@ -191,6 +191,13 @@ def from_flags(options: argparse.Namespace) -> Tls | None:
     return Tls(files) if files else None
 
 
+def given_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """Which flags of `add_flags` say something that the environment does not."""
+    names = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
+    given = [name for name in names if getattr(options, name) != parser.get_default(name)]
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
 def explained(details: str, tls: Tls | None) -> str | None:
     """Why no connection was made, as the end of a sentence about the other side; None when one was.
 

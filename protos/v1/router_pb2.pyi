@@ -159,7 +159,9 @@ class Chat(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tool definitions as JSON text, handed to the template."""
+        """Tool definitions as JSON text, handed to the template. With tools, the answer's text shows the special
+        tokens that mark a call in the form that this model was taught (docs/clients.md).
+        """
 
     def __init__(
         self,

@@ -81,6 +81,21 @@ def test_a_record_that_has_no_steps_or_is_none_is_refused(
             calibrate.main(argv)
 
 
+def test_a_record_needs_no_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        calibrate.main(["--record", str(tmp_path / "record"), "--tls-ca", "ca.pem", "--tls-server-name", "e"])
+    assert "--tls-ca, --tls-server-name with --record" in capsys.readouterr().err
+
+
+def test_what_the_environment_says_of_certificates_is_for_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHAIRLIFT_TLS_CA", "ca.pem")
+    nothing = recorded(tmp_path / "record", Linear(10_000, 100), [], 0)
+    assert calibrate.main(["--record", str(nothing)]) == 2
+    assert "no executor was there" in capsys.readouterr().err
+
+
 def test_one_after_the_other_and_the_executor_is_free_again(tmp_path: Path) -> None:
     with scripted_executor.running(SMALL, tmp_path) as executor:
         for name in ("one", "two"):

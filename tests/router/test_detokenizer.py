@@ -97,11 +97,17 @@ def files_of(backend: Backend) -> ModelFiles:
     return ModelFiles("test", backend, None, None, None, (), GenerationDefaults(), None)
 
 
-def assert_law(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> None:
+def assert_law(
+    tokenizer: Tokenizer, ids: list[int], cuts: list[int], *, shown: frozenset[int] = frozenset()
+) -> None:
     """Joined pieces equal decode(all); and what is out after each push is a beginning of what comes to be."""
-    whole = tokenizer.decode(ids)
+    if shown:
+        hidden = tokenizer._special_ids - shown
+        whole = tokenizer.decode([one for one in ids if one not in hidden], include_special=True)
+    else:
+        whole = tokenizer.decode(ids)
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = tokenizer.detokenizer(shown=shown)
     text = ""
     for start, end in pairwise(bounds):
         text += detokenizer.push(ids[start:end])
@@ -124,6 +130,18 @@ def test_b52_joined_pieces_equal_decoding_all_random_ids(
     tokenizer = make()
     ids = st.integers(0, tokenizer.vocab_size + 2)
     assert_law(tokenizer, data.draw(st.lists(ids, max_size=40)), cuts)
+
+
+@pytest.mark.parametrize("make", ALL_KINDS)
+@given(data=st.data(), cuts=CUTS)
+def test_the_law_holds_where_some_special_tokens_are_shown(
+    make: Make, data: st.DataObject, cuts: list[int]
+) -> None:
+    tokenizer = make()
+    special = sorted(tokenizer._special_ids)
+    shown = data.draw(st.frozensets(st.sampled_from(special), min_size=1))
+    ids = st.integers(0, tokenizer.vocab_size + 2) | st.sampled_from(special)
+    assert_law(tokenizer, data.draw(st.lists(ids, max_size=40)), cuts, shown=shown)
 
 
 @pytest.mark.parametrize("make", ALL_KINDS)
@@ -195,6 +213,14 @@ def test_special_tokens_are_hidden_and_leave_a_half_character_open() -> None:
     detokenizer = byte_level().detokenizer()
     assert not detokenizer.push([tiny_model.BOS_ID, 0xC3, tiny_model.EOS_ID])
     assert detokenizer.push([0xA9]) == "é"
+
+
+def test_special_tokens_that_are_shown_are_spelt_out() -> None:
+    tokenizer = byte_level()
+    shown = tokenizer.special_ids(["<|eos|>", "a", "unheard of"])
+    assert shown == {tiny_model.EOS_ID}
+    pieces = [ord("a"), tiny_model.BOS_ID, tiny_model.EOS_ID, ord("b")]
+    assert [tokenizer.detokenizer(shown=shown).push([one]) for one in pieces] == ["a", "", "<|eos|>", "b"]
 
 
 def test_detokenizers_of_one_tokenizer_share_no_state() -> None:

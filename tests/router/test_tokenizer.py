@@ -70,10 +70,8 @@ def test_b78_a_start_token_is_added_to_plain_text_and_not_to_a_templates(folder:
     assert tokenizer.encode_chat([ChatMessage("user", "Hi")], [], add_generation_prompt=True) == expected
 
 
-def test_special_tokens_are_those_that_no_text_shows(tokenizer: Tokenizer) -> None:
-    assert tokenizer.hides("<|im_end|>")
-    assert not tokenizer.hides("H")
-    assert not tokenizer.hides("<tool_call>")
+def test_the_ids_of_special_tokens_are_told_by_their_texts(tokenizer: Tokenizer) -> None:
+    assert tokenizer.special_ids(["<|im_end|>", "H", "<tool_call>"]) == {tiny_model.IM_END_ID}
 
 
 def test_a_conversation_becomes_the_ids_of_its_template(tokenizer: Tokenizer) -> None:

@@ -78,6 +78,27 @@ def test_a_call_is_found_with_its_arguments_as_they_were_written(form: ToolCallF
         (MISTRAL, f'[{{"x": 1}}, {llama("time", "{}")}]', '[{"x": 1},]', [NOW]),
         (MISTRAL, f"see [this: {llama('time', '{}')}], ", "see [this:], ", [NOW]),
         (MISTRAL, llama("time", "{}"), "", [NOW]),
+        (MISTRAL, f"[TOOL_CALLS]weather[ARGS]{BERN}", "", [BERN_CALL]),
+        (
+            MISTRAL,
+            f"Sure.\n[TOOL_CALLS] time [ARGS] {{}}[TOOL_CALLS]weather[ARGS]{BERN}",
+            "Sure.\n[TOOL_CALLS] time [ARGS] {}",
+            [BERN_CALL],
+        ),
+        (
+            MISTRAL,
+            f"So [TOOL_CALLS]time[ARGS] {{}}\n[TOOL_CALLS] weather[ARGS]{BERN}\n",
+            "So",
+            [NOW, BERN_CALL],
+        ),
+        (MISTRAL, "[TOOL_CALLS]time[CALL_ID]aB3dE5g7h[ARGS]{}, so", ", so", [NOW]),
+        (MISTRAL, f"[TOOL_CALLS]time[ARGS]{{}} {mistral('weather', BERN)}]", "]", [NOW, BERN_CALL]),
+        (
+            MISTRAL,
+            f"[TOOL_CALLS]time[ARGS][TOOL_CALLS]weather[ARGS]{BERN}",
+            "[TOOL_CALLS]time[ARGS]",
+            [BERN_CALL],
+        ),
         (BARE, f"def f() {{ return {{1}} }} {llama('time', '{}')}", "def f() { return {1} }", [NOW]),
     ],
 )
@@ -131,6 +152,30 @@ def test_what_is_no_call_is_content_to_the_letter(text: str) -> None:
     assert parsed(MISTRAL, listed) == (listed, [])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[TOOL_CALLS]unheard_of[ARGS]{}",
+        "[TOOL_CALLS][ARGS]{}",
+        "[TOOL_CALLS]time[CALL_ID][ARGS]{}",
+        "[TOOL_CALLS]time[CALL_ID]x{}",
+        "[TOOL_CALLS]time{}",
+        "[TOOL_CALLS]time",
+        "[TOOL_CALLS]time[ARGS]",
+        "[TOOL_CALLS]time[ARGS]{",
+        "[TOOL_CALLS]time[ARGS][]",
+        '[TOOL_CALLS]time[ARGS]{"a": NaN}',
+        '[TOOL_CALLS]time[ARGS]{"a": 1,}',
+        "[TOOL_CALLS]time[ARGUMENTS]{}",
+        '[TOOL_CALLS]time[ARGS]{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "time[ARGS]{}",
+    ],
+)
+def test_a_name_before_arguments_that_is_no_call_is_content_to_the_letter(text: str) -> None:
+    assert parsed(MISTRAL, text) == (text, [])
+    assert parsed(MISTRAL, *text[:200], text[200:]) == (text, [])
+
+
 def test_a_tag_and_more_than_an_object_is_no_call() -> None:
     text = '<tool_call>\n{"name": "time", "arguments": {}} and so on\n</tool_call>'
     assert parsed(HERMES, text) == (text, [])
@@ -164,6 +209,7 @@ def test_a_call_is_told_with_its_last_character() -> None:
         (HERMES, hermes("time", "{}")),
         (BARE, llama("time", "{}")),
         (MISTRAL, mistral("time", "{}")[:-1]),
+        (MISTRAL, "[TOOL_CALLS]time[ARGS]{}"),
     ):
         parser = ToolCallParser(form, TOOLS)
         assert parser.push(text[:-1]) == []
@@ -188,6 +234,10 @@ SCRAPS = st.sampled_from(
             "[",
             "]",
             "[TOOL_CALLS]",
+            "time",
+            "[ARGS]",
+            "[CALL_ID]",
+            "{}",
             "[{",
             llama("time", "{}"),
             '"arguments": {',
@@ -260,20 +310,12 @@ def test_the_template_shows_the_form(template: str | None, form: ToolCallForm | 
 
 
 @pytest.mark.parametrize(
-    ("setting", "is_special", "form"),
-    [
-        ("auto", False, HERMES),
-        ("auto", True, BARE),  # text does not show the tags
-        ("hermes", False, HERMES),
-        ("hermes", True, BARE),
-        ("llama3_json", False, BARE),
-        ("mistral", True, MISTRAL),
-        ("none", False, None),
-    ],
+    ("setting", "form"),
+    [("auto", HERMES), ("hermes", HERMES), ("llama3_json", BARE), ("mistral", MISTRAL), ("none", None)],
 )
-def test_the_setting_chooses_and_tags_that_no_text_shows_are_not_waited_for(
-    setting: str, is_special: bool, form: ToolCallForm | None
-) -> None:
-    template = "{{ '<tool_call>' }}"
-    assert chosen_form(setting, template, hides=lambda text: is_special and text == "<tool_call>") is form
-    assert chosen_form("auto", None, hides=lambda _: True) is None
+def test_the_setting_chooses(setting: str, form: ToolCallForm | None) -> None:
+    assert chosen_form(setting, "{{ '<tool_call>' }}") is form
+
+
+def test_without_a_template_nothing_is_looked_for() -> None:
+    assert chosen_form("auto", None) is None

@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from router.request_log import ChoiceLog, SamplingParams
 from router.stop_strings import StopStrings
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
-from router.tool_calls import ToolCallForm
+from router.tool_calls import TAGS, ToolCallForm
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router.http.test_app import HI, HttpRig, Serve, events, serve
@@ -25,14 +26,21 @@ from tests.router.http.test_schemas import is_valid
 from tests.router.stack import letters
 
 __all__ = ["serve"]  # the fixture
+TAG_IDS = {tag: 260 + i for i, tag in enumerate(itertools.chain(*TAGS.values()))}
 ARGUMENTS = '{"city": "Zürich"}'
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
-    """The tiny model's, with a template that knows tools."""
+    """The tiny model's, with a template that knows tools and every form's tags as special tokens."""
     folder = tiny_model.build(tmp_path / "model")
+    written = json.loads((folder / "tokenizer.json").read_text())
+    written["added_tokens"] += [
+        written["added_tokens"][0] | {"id": token_id, "content": tag} for tag, token_id in TAG_IDS.items()
+    ]
+    written["model"]["vocab"] |= TAG_IDS
+    (folder / "tokenizer.json").write_text(json.dumps(written))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = (
         "{{ tools | tojson }}{{ 'no thinking' if enable_thinking is false }}" + tiny_model.CHAT_TEMPLATE
@@ -188,6 +196,56 @@ async def test_openais_client_gets_the_calls_that_a_model_writes(
             of_mistral = form is ToolCallForm.MISTRAL  # its templates refuse any other
             wanted = re.compile("[0-9a-zA-Z]{9}" if of_mistral else "call_.+")
             assert all(wanted.fullmatch(call_id) for call_id in ids)
+
+
+@Form
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_calls_are_found_where_tags_are_special_tokens(
+    serve: Serve, form: ToolCallForm, ask: Any
+) -> None:
+    ids = in_tags(written(form, "Let me look.", TWO_CALLS))
+    async with (
+        serve(ScriptedScheduler(script=lambda _: ids), tool_call_form=form) as rig,
+        asking(rig) as client,
+    ):
+        (said,) = await ask(client, tools=[WEATHER, TIME])
+        assert (said.content, said.calls) == ("Let me look.", TWO_CALLS)
+        (said,) = await ask(client)
+        assert not any(tag in said.content for tag in TAG_IDS)
+
+
+async def test_mistrals_later_form_is_found_too(serve: Serve) -> None:
+    form = ToolCallForm.MISTRAL
+    ids = in_tags("".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in TWO_CALLS))
+    async with (
+        serve(ScriptedScheduler(script=lambda _: ids), tool_call_form=form) as rig,
+        asking(rig) as client,
+    ):
+        for ask in (whole, streamed):
+            (said,) = await ask(client, tools=[WEATHER, TIME])
+            assert (said.content, said.calls) == (None, TWO_CALLS)
+
+
+async def test_a_grpc_client_with_tools_is_shown_the_tags(serve: Serve) -> None:
+    text = written(ToolCallForm.MISTRAL, "", TWO_CALLS)
+    scheduler = ScriptedScheduler(script=lambda _: in_tags(text))
+    async with serve(scheduler, tool_call_form=ToolCallForm.MISTRAL) as rig:
+        chat = router_pb2.Chat(messages=[router_pb2.Message(role="user", content="Hi")])
+        for tools, shown in (([], False), ([json.dumps(TIME)], True)):
+            chat.tools[:] = tools
+            answer = await rig.router.stub.Complete(router_pb2.GenerateRequest(chat=chat))
+            (choice,) = answer.choices
+            assert ("[TOOL_CALLS]" in choice.text) is shown
+
+
+def in_tags(text: str) -> list[int]:
+    """Its ids: a byte each, but for tags."""
+    pieces = re.split("(" + "|".join(map(re.escape, TAG_IDS)) + ")", text)
+    return [
+        token_id
+        for piece in pieces
+        for token_id in ([TAG_IDS[piece]] if piece in TAG_IDS else piece.encode())
+    ]
 
 
 async def test_openais_own_gathering_of_a_stream_is_the_whole_answer(serve: Serve) -> None:
