@@ -276,9 +276,7 @@ class ChoiceLog:
 
     def _is_over(self, newest: int) -> bool:
         """Whether the id that came last ends the choice, as the executor judges it."""
-        num_tokens = len(self.output_token_ids)
-        is_end_token = newest in self._end_token_ids and num_tokens > self.sampling.min_tokens
-        return is_end_token or num_tokens >= self.sampling.max_tokens
+        return newest in self._end_token_ids or len(self.output_token_ids) >= self.sampling.max_tokens
 
     def _release_text(self) -> None:
         if not self._text_is_whole:

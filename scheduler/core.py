@@ -43,6 +43,7 @@ from scheduler.sequence import (
     StatusCode,
     end_of_output,
 )
+from scheduler.stranded import Stranded
 from scheduler.tenants import Tenants
 from scheduler.timers import Timers
 from scheduler.token_ids import NO_IDS, TokenIds
@@ -86,7 +87,7 @@ class SchedulerCore:
         self.drain_rate = DrainRate()
         self.clocks = ReasonClocks()
         self.inquiry = Inquiry()
-        self._alone_since: float | None = None  # when the last executor was lost
+        self.stranded = Stranded()
         self.pace = Pace()
         self.witness: Witness | None = None
         """Who is told of sequences, if anybody is."""
@@ -117,15 +118,16 @@ class SchedulerCore:
                     live.request = replace(live.request, deadline=request.deadline)
                     self._timers.watch(live, len(self.sequences))
                 return live
-            if live.state is not State.FINISHED:
-                self._end(live, Finish(FinishReason.ABORT), Event.ABORT)
-            self.forget(live)
         tenant = self.tenants.get(request.tenant, now)
         try:
             door.check(self, request, tenant, now)
         except door.RefusedError:
             self.counters.refused += 1
             raise
+        if live is not None:
+            if live.state is not State.FINISHED:
+                self._end(live, Finish(FinishReason.ABORT), Event.ABORT)
+            self.forget(live)
         return self._take_in(Sequence.of(request, tenant, output_token_ids, self._num_submitted + 1), now)
 
     def _take_in(self, seq: Sequence, now: float) -> Sequence:
@@ -153,6 +155,8 @@ class SchedulerCore:
         if seq is None or seq.state is State.FINISHED:
             return None
         event = Event.EXPIRE if reason is FinishReason.DEADLINE else Event.ABORT
+        if reason is FinishReason.STOP:  # a stop string: its length is one that answers have
+            self.lengths.observe(seq.num_output_tokens)
         self._end(seq, Finish(reason), event)
         self.forget(seq)  # its key is free at once: who gave it up will not come back for it
         return seq
@@ -178,15 +182,8 @@ class SchedulerCore:
     @property
     def next_timer(self) -> float | None:
         """When `expire` must be called next, or None."""
-        times = (self._timers.next_time, self._recovery_deadline)
+        times = (self._timers.next_time, self.stranded.next_time(self))
         return min((time for time in times if time is not None), default=None)
-
-    @property
-    def _recovery_deadline(self) -> float | None:
-        """When what waits for an executor to come back is given up."""
-        if self._alone_since is None or not self.waiting:
-            return None
-        return self._alone_since + self.limits.recovery_timeout_seconds
 
     def expire(self, now: float) -> list[Sequence]:
         """Ends what is past its deadline or orphaned too long, forgets old results; returns who ended."""
@@ -205,15 +202,10 @@ class SchedulerCore:
 
     def _end_unrecovered(self) -> list[Sequence]:
         """Nothing waits for an executor for ever."""
-        deadline = self._recovery_deadline
-        if deadline is None or self._now < deadline:
-            return []
-        seconds = self.limits.recovery_timeout_seconds
-        message = f"the request could not go on: no executor came back within {seconds:g} seconds; try again"
-        ended = list(self.waiting)
-        for seq in ended:
+        overdue = self.stranded.overdue(self, self._now)
+        for seq, message in overdue:
             self._end(seq, _error(StatusCode.UNAVAILABLE, message), Event.FAIL)
-        return ended
+        return [seq for seq, _ in overdue]
 
     def explain(self, request_id: str, now: float, tenant: str = "") -> dict[int, list[Entry]]:
         """Where the time of a tenant's request went, by choice; empty when nothing is known of it."""
@@ -226,23 +218,23 @@ class SchedulerCore:
     # --- executors come and go ---------------------------------------------------------------------------
 
     def attach(self, executor_id: str, epoch: int, capacity: Capacity, now: float) -> list[Sequence]:
-        """An executor with a fresh epoch. Returns waiting sequences that ended: they are not for it."""
+        """An executor with a fresh epoch. Returns waiting sequences that ended."""
         if executor_id in self.executors:
             raise ValueError(f"executor {executor_id!r} is attached already: detach it first")
         self._now = now
-        self._alone_since = None
         self.executors[executor_id] = ExecutorState(
             executor_id, epoch, capacity, self.limits, self.batching, self._cache_secret
         )
         self.clocks.set(Reason.QUEUED_FOR_STEP, now)
-        return self._end_misfits()
+        ended = self._end_complete()
+        self.stranded.executor_came(self, now)
+        return ended + self._end_unrecovered()
 
     def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Sequence]:
         """The executor is lost: what ran there waits again, before those that never ran, with its ids.
 
         `is_crash`: it may have died, or answered wrongly, because of what it was computing. Returns sequences
-        that ended: none of the executors left can ever hold them, or executors die of them, or nothing is to
-        be waited for.
+        that ended: executors die of them, or nothing is to be waited for.
         """
         self._now = now
         state = self.executors[executor_id]
@@ -257,10 +249,10 @@ class SchedulerCore:
         self.counters.prefix_query_tokens += state.cache.num_query_tokens
         self.counters.prefix_hit_tokens += state.cache.num_hit_tokens
         if not self.executors:
-            self._alone_since = now
             self.clocks.set(Reason.QUEUED_FOR_EXECUTOR, now)
+        self.stranded.executor_went(self, now)
         ended = self._end_guilty(guilty) if guilty is not None else []
-        return ended + self._end_misfits() + self._end_unrecovered()
+        return ended + self._end_unrecovered()
 
     def _end_guilty(self, name: tuple[str, str]) -> list[Sequence]:
         """Executors fail at this request: all its choices end, and nobody is computed again for them."""
@@ -275,29 +267,14 @@ class SchedulerCore:
             self._end(seq, _error(StatusCode.INTERNAL, message), Event.ABORT)
         return ended
 
-    def _end_misfits(self) -> list[Sequence]:
-        """Ends what waits and is not for any attached executor, so that it holds nobody back for ever.
-
-        Two kinds: too long for each of them, or resubmitted with ids that end the request already, when
-        nobody knew the model's end tokens. Without any executor everything waits for one to come back.
-        """
-        limit = max((state.max_total_tokens for state in self.executors.values()), default=None)
-        if limit is None:
-            return []
+    def _end_complete(self) -> list[Sequence]:
+        """Ends what was resubmitted with ids that end it already, when nobody knew the model's end tokens."""
         ended: list[Sequence] = []
         for seq in list(self.waiting):
-            over = end_of_output(seq.request, seq.output_token_ids(), self._eos_token_ids)
-            if over is not None:
-                self._end(seq, over, Event.FINISH)
-            elif seq.max_len > limit:
-                message = (
-                    f"prompt and max_tokens together are {seq.max_len} tokens, "
-                    f"the executor that took over holds at most {limit}"
-                )
-                self._end(seq, _error(StatusCode.UNAVAILABLE, message), Event.FAIL)
-            else:
-                continue
-            ended.append(seq)
+            finish = end_of_output(seq.request, seq.output_token_ids(), self._eos_token_ids)
+            if finish is not None:
+                self._end(seq, finish, Event.FINISH)
+                ended.append(seq)
         return ended
 
     @property
@@ -475,7 +452,7 @@ class SchedulerCore:
     def _end_turn(self, state: ExecutorState, turn: placement.Turn) -> None:
         """Who was left to others has its place in the queue again."""
         for seq in turn.left:
-            self.waiting.unpark(seq)
+            self.unpark(seq)
         if not state.running:
             state.look_again_at = turn.look_again_at
 
@@ -511,7 +488,7 @@ class SchedulerCore:
         The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
         for ever. Two are passed over, since they wait for something of their own: a tenant at its own limit,
         and who waits for a prefix that is just being computed. With several executors (`turn`) so are those
-        that another one would start sooner, or that are too long for this one. A request-level batch is
+        that another one would start sooner, or that are not for this one. A request-level batch is
         filled at once, whatever the token budget: it will not open again.
         """
         fills_at_once = self.batching is not Batching.ITERATION
@@ -535,7 +512,7 @@ class SchedulerCore:
         self, state: ExecutorState, seq: Sequence, rows: Rows, turn: placement.Turn | None, *, follows: bool
     ) -> bool:
         """Lets `seq` enter, or passes it over; False when those behind it must wait as well."""
-        if turn is not None and turn.is_too_long(seq):
+        if turn is not None and turn.is_unsuited(seq):
             self.waiting.park(seq)
             return True
         match entrance.find(self, state, seq, follows=follows):
@@ -561,7 +538,7 @@ class SchedulerCore:
             if entrance.obstacle(state, seq, has_budget=rows.budget > 0) is not None:
                 return
             found = entrance.find(self, state, seq, follows=False)
-            if isinstance(found, entrance.Fits) and seq.max_len <= state.max_total_tokens:
+            if isinstance(found, entrance.Fits) and state.suits(seq):
                 self._place(state, seq, found.matched, rows)
 
     def _put_behind(self, seq: Sequence) -> None:
@@ -716,7 +693,7 @@ class SchedulerCore:
         """What this step has filled can be used by others, unless its row failed or its sequence has gone."""
         failed = {error.seq_id for error in result.errors}
         for seq, seq_id, num_computed_tokens in plan.filled:
-            if seq.seq_id != seq_id or seq_id in failed or seq.is_padding:
+            if state.running.get(seq_id) is not seq or seq_id in failed or seq.is_padding:
                 continue
             self._look_again(state.cache.register(seq, num_computed_tokens))
             if seq.is_prefilling and seq.has_progressed:
@@ -728,7 +705,7 @@ class SchedulerCore:
             min(len(later), policy.num_named_at_once(len(state.running), state.blocks.block_size))
         ):
             seq, seq_id, num_computed_tokens = later.popleft()
-            if seq.seq_id == seq_id and not seq.is_padding:
+            if state.running.get(seq_id) is seq and not seq.is_padding:  # else it left, wherever it is now
                 followers = state.cache.register(seq, num_computed_tokens)
                 if followers:
                     self._look_again(followers)
@@ -759,12 +736,17 @@ class SchedulerCore:
     def _wait(self, seq: Sequence) -> None:
         seq.latest_start = entrance.latest_start(self, seq)
         self.waiting.push(seq)
+        self.stranded.began_to_wait(self, seq, self._now)
         if self.inquiry:
             self.inquiry.began_to_wait(self, seq)
 
+    def unpark(self, seq: Sequence) -> bool:
+        """Back into its place in the queue, unless it is kept out of it for another reason."""
+        return not (self.inquiry.holds(seq) or self.stranded.holds(seq)) and self.waiting.unpark(seq)
+
     def _look_again(self, followers: list[Sequence]) -> None:
         for seq in followers:
-            if not self.inquiry.holds(seq) and self.waiting.unpark(seq) and seq.time_line is not None:
+            if self.unpark(seq) and seq.time_line is not None:
                 seq.time_line.wait(self._now, self.clocks, step_id=0, detail="its beginning is there")
 
     # --- ends --------------------------------------------------------------------------------------------
@@ -773,6 +755,7 @@ class SchedulerCore:
         """The one place where a sequence ends; whatever it holds goes back here."""
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
+            self.stranded.waits_no_more(seq)
         else:
             self._end_running(self.executors[seq.executor_id], seq, finish, event)
         seq.move(event)
@@ -799,7 +782,8 @@ class SchedulerCore:
             seq.num_wasted_tokens = max(0, seq.num_known_tokens - len(seq.token_ids))
             self.meters.steps_to_free.observe(state.session.num_unanswered)
         if event is Event.FINISH:  # all but its last token was fed, and has answered
-            self._look_again(state.cache.register(seq, len(seq.token_ids) - 1))
+            num_tokens = min(len(seq.token_ids) - 1, seq.num_computed_tokens)
+            self._look_again(state.cache.register(seq, num_tokens))
             if not seq.is_padding:
                 self.lengths.observe(seq.num_output_tokens)
         block_table = seq.block_table

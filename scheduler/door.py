@@ -1,8 +1,8 @@
 """Who is not taken in, and why: the checks of a new request, each with a sentence for its client.
 
 A resubmission of a request that its client was already told to be accepted is counted everywhere and refused
-nowhere but for being impossible. The choices of one request are taken or refused as a whole: once one of them
-was taken in, load is no reason to refuse the others. Pure.
+nowhere: where no executor can compute it, one is waited for (`stranded`). The choices of one request are
+taken or refused as a whole: once one of them was taken in, load is no reason to refuse the others. Pure.
 """
 
 from typing import TYPE_CHECKING
@@ -56,10 +56,16 @@ def _check_fits(core: "SchedulerCore", request: Request) -> None:
     lengths = f"prompt has {len(request.prompt_token_ids)} tokens and max_tokens is {request.max_tokens}"
     if not request.prompt_token_ids or request.max_tokens < 1:
         raise RefusedError(StatusCode.INVALID_ARGUMENT, f"{lengths}: each must be at least 1")
+    if request.accepted_before:
+        return  # an executor that can compute it is waited for
     if not core.executors:
-        if request.accepted_before:
-            return
         raise RefusedError(StatusCode.UNAVAILABLE, "no executor is attached; try again when one is")
+    if request.needs and not request.needs <= core.features:
+        raise RefusedError(
+            StatusCode.UNIMPLEMENTED,
+            f"the request needs the abilities {sorted(request.needs)}; the executors here all have "
+            f"{sorted(core.features)}",
+        )
     num_tokens = len(request.prompt_token_ids) + request.max_tokens
     if num_tokens > core.max_total_tokens:
         raise RefusedError(

@@ -23,13 +23,12 @@ def who_must_move(core: "SchedulerCore", state: ExecutorState, now: float) -> li
         for other in core.executors.values()
         if other is not state and not (other.is_draining or other.is_away)
     ]
-    longest = max((other.max_total_tokens for other in others), default=0)
     seconds_left = max(0.0, state.leaves_at - now)
     return [
         seq
         for seq in state.running.values()
         if not seq.is_padding
-        and seq.max_len <= longest
+        and any(other.suits(seq) for other in others)
         and MARGIN * _remaining_seconds(core, state, seq) > seconds_left
     ]
 

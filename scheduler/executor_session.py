@@ -15,7 +15,7 @@ plan stays unanswered: one of the rows may be what the executor cannot compute (
 from collections import deque
 
 from scheduler.plan import BatchPlan, StepResult
-from scheduler.sequence import Sequence
+from scheduler.sequence import FinishReason, Sequence
 
 
 class SessionBrokenError(RuntimeError):
@@ -40,6 +40,31 @@ def rows_that_ran(plan: BatchPlan, result: StepResult) -> list[Sequence]:
     """
     if len(result.token_ids) != sum(result.num_sampled):
         raise SessionBrokenError(f"step {result.step_id}: token ids and num_sampled differ")
+    ran = _rows_told_of(plan, result)
+    if result.finished:
+        _check_finished(plan, result)
+    return ran
+
+
+def _check_finished(plan: BatchPlan, result: StepResult) -> None:
+    """A sequence ends with a token, and by its length when it has all of them."""
+    num_sampled = dict(zip(result.seq_ids, result.num_sampled, strict=True))
+    members = dict(zip(plan.seq_ids, plan.rows, strict=True))
+    for finished in result.finished:
+        seq_id, seq = finished.seq_id, members.get(finished.seq_id)
+        count = num_sampled.get(seq_id, 0)
+        if seq is None or not count:
+            raise SessionBrokenError(f"step {plan.step_id}: sequence {seq_id} ended without a token")
+        if finished.reason is FinishReason.LENGTH and seq.seq_id == seq_id and not seq.is_padding:
+            length = len(seq.token_ids) + count
+            if length < seq.max_len:
+                raise SessionBrokenError(
+                    f"step {plan.step_id}: sequence {seq_id} ended by its length with {length} tokens, "
+                    f"it was to have {seq.max_len}"
+                )
+
+
+def _rows_told_of(plan: BatchPlan, result: StepResult) -> list[Sequence]:
     if result.seq_ids == plan.seq_ids and result.num_sampled == plan.num_samples:
         return plan.rows
     if len(result.seq_ids) != len(result.num_sampled):

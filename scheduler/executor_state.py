@@ -144,6 +144,10 @@ class ExecutorState:
         num_shared = len(seq.block_table) - self.num_freed(seq)
         return max(0, seq.num_computed_tokens - num_shared * self.blocks.block_size)
 
+    def suits(self, seq: Sequence) -> bool:
+        """Whether `seq` can ever be computed here."""
+        return seq.max_len <= self.max_total_tokens and seq.request.needs <= self.capacity.features
+
     @property
     def max_total_tokens(self) -> int:
         """Longest prompt plus output that can ever run here."""

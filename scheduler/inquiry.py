@@ -116,21 +116,37 @@ class Inquiry:
         """Whether `seq` does not enter in its turn."""
         return name_of(seq) in self.suspects.group
 
+    def is_host(self, state: ExecutorState) -> bool:
+        """Whether suspects alone may enter here."""
+        return self._host == state.executor_id
+
     def may_enter(self, core: "SchedulerCore", state: ExecutorState, now: float) -> list[Sequence] | None:
         """Who alone may enter here in this turn, in order; None: whoever's turn it is."""
         trial = self.suspects.trial
         if not trial:
             return None
-        if self._host not in core.executors and self._may_host(core, state, now):
-            self._host = state.executor_id
-        if self._host != state.executor_id:
-            return None
-        return [seq for seq in self._passed_over if seq.state is State.WAITING and name_of(seq) in trial]
+        waiting = [seq for seq in self._passed_over if seq.state is State.WAITING and name_of(seq) in trial]
+        if self._needs_another_host(core, waiting):
+            self._host = state.executor_id if self._may_host(core, state, waiting, now) else None
+        return waiting if self.is_host(state) else None
 
-    def _may_host(self, core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
+    def _needs_another_host(self, core: "SchedulerCore", waiting: list[Sequence]) -> bool:
+        """Whether there is none, or one that can do nothing for those who wait."""
+        host = core.executors.get(self._host or "")
+        if host is None:
+            return True
+        if any(name_of(seq) in self.suspects.trial for seq in host.running.values()):
+            return False
+        return bool(waiting) and not _takes_one_of(host, waiting)
+
+    def _may_host(
+        self, core: "SchedulerCore", state: ExecutorState, waiting: list[Sequence], now: float
+    ) -> bool:
+        if not _takes_one_of(state, waiting):
+            return False
         if not state.running:
             return True
-        takers = [item for item in core.executors.values() if not (item.is_draining or item.is_away)]
+        takers = [item for item in core.executors.values() if _takes_one_of(item, waiting)]
         if takers == [state]:
             return True
         fewest = min(takers, key=lambda item: (len(item.running), item.executor_id), default=None)
@@ -140,9 +156,14 @@ class Inquiry:
         """Who is searched no more takes part in the queue again."""
         for seq in [seq for seq in self._passed_over if not self.holds(seq)]:
             del self._passed_over[seq]
-            core.waiting.unpark(seq)
+            core.unpark(seq)
         if not self.suspects.group:
             self._host = None
+
+
+def _takes_one_of(state: ExecutorState, waiting: list[Sequence]) -> bool:
+    """Whether one of these can be computed here, now or when somebody has left."""
+    return not (state.is_draining or state.is_away) and any(map(state.suits, waiting))
 
 
 def _num_unanswered_tokens(state: ExecutorState) -> dict[Sequence, int]:

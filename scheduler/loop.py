@@ -16,6 +16,7 @@ from scheduler.core import SchedulerCore
 from scheduler.counters import Outcome
 from scheduler.executor_client import Opened
 from scheduler.feed import Feed
+from scheduler.identity import Promise
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.router_session import RouterSession, superseded, touch
 from scheduler.sequence import FinishReason, Sequence, State
@@ -59,7 +60,8 @@ class SchedulerLoop:
         self.capacity: Capacity | None = None  # of the newest executor; kept when it is lost
         self.num_plans = 0
         self.num_plan_bytes = 0
-        self.num_models = 0  # how often the model has changed: routers must be welcomed anew
+        self.promise: Promise | None = None
+        """What routers are welcomed with; those who were told another one are welcomed anew."""
         self.term = 0
         self.last_step_id = 0
         self.is_serving = False
@@ -154,6 +156,7 @@ class SchedulerLoop:
         self.term = max(self.term, opened.term)
         self.missing.pop(executor_id, None)
         self._deliver_ended(self.core.attach(executor_id, opened.epoch, opened.capacity, self.now()))
+        self._renew_promise()
         self._update_serving()
 
     def refusal_of(self, executor_id: str, capacity: Capacity) -> str | None:
@@ -177,8 +180,12 @@ class SchedulerLoop:
                 f"{model}; it is taken in when they have ended"
             )
         _log.warning("another_model", executor=executor_id, difference=difference)
-        self.num_models += 1
         return None
+
+    def _renew_promise(self) -> None:
+        """As long as no executor is there, the latest one stands."""
+        if self.core.executors and self.capacity is not None:
+            self.promise = Promise.of(self.capacity, self.core.max_total_tokens, self.core.features)
 
     def twin_of(self, executor_id: str, instance_id: str) -> str | None:
         """Another address under which the same process is attached already."""
@@ -192,6 +199,7 @@ class SchedulerLoop:
         del self._executor_wakes[executor_id]
         self.feed.executor_gone(executor_id)
         self._deliver_ended(self.core.detach(executor_id, self.now(), is_crash=is_crash))
+        self._renew_promise()
         self.executor_missing(executor_id, reason)
         self.queue_changed()
 

@@ -26,12 +26,12 @@ MAX_LEFT = 32  # sequences that one turn leaves to others or passes over: a turn
 _NOMINAL_LINE = (10_000.0, 100.0)  # microseconds for a step and for each token, before anything is measured
 
 
-def could_take(state: ExecutorState, seq: Sequence) -> bool:
+def could_take(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> bool:
     """Whether this executor could let `seq` in at its next turn, as far as can be told without trying."""
     return (
-        not (state.is_draining or state.is_away)
+        not (state.is_draining or state.is_away or core.inquiry.is_host(state))
         and state.too_full_for is not seq
-        and seq.max_len <= state.max_total_tokens
+        and state.suits(seq)
         and len(state.running) + len(state.entering) < state.max_num_seqs
         and state.blocks.blocks_for(len(seq.token_ids)) <= state.blocks.num_free
     )
@@ -77,7 +77,7 @@ class Turn:
         self._core = core
         self._state = state
         self._others = [_Other(other) for other in core.executors.values() if other is not state]
-        self.left: list[Sequence] = []  # left to others, or too long for this one
+        self.left: list[Sequence] = []  # left to others, or not for this one
         self.look_again_at: float | None = None  # when the first of those should have been taken
 
     @property
@@ -95,7 +95,9 @@ class Turn:
         best: tuple[float, _Other, int] | None = None
         for other in self._others:
             state = other.state
-            if len(state.running) + other.num_seqs >= state.max_num_seqs or not could_take(state, seq):
+            if len(state.running) + other.num_seqs >= state.max_num_seqs or not could_take(
+                self._core, state, seq
+            ):
                 continue
             soonest = here if best is None else best[0]
             if seconds_to_start(self._core, state, other.num_tokens + 1, now) >= soonest:
@@ -113,9 +115,9 @@ class Turn:
         self.look_again_at = min(now + there, self.look_again_at or math.inf)
         return True
 
-    def is_too_long(self, seq: Sequence) -> bool:
+    def is_unsuited(self, seq: Sequence) -> bool:
         """Whether `seq` can never be computed here, though another executor could."""
-        if seq.max_len <= self._state.max_total_tokens:
+        if self._state.suits(seq):
             return False
         self.left.append(seq)
         return True

@@ -109,7 +109,7 @@ def limits_of(event: Event) -> Limits:
 # --- what clients want -----------------------------------------------------------------------------------
 
 _AS_THEY_ARE = (
-    "request_id", "max_tokens", "min_tokens", "ignore_eos", "sample_index", "group", "priority", "tenant",
+    "request_id", "max_tokens", "ignore_eos", "sample_index", "group", "priority", "tenant",
     "deadline", "arrival", "accepted_before", "want_logprobs", "want_prompt_logprobs",
 )  # fmt: skip
 _DEFAULTS: dict[str, Any] = {
@@ -124,6 +124,8 @@ def request_event(request: Request, num_output: int, digester: Digester, digests
         value = getattr(request, name)
         if value != _DEFAULTS[name]:
             event[name] = value
+    if request.needs:
+        event["needs"] = sorted(request.needs)
     for name, text in (("cache_salt", request.cache_salt.encode()), ("body", request.body_digest)):
         if text:
             event[name] = digester.of_text(text)
@@ -140,6 +142,7 @@ def request_of(event: Event, num_ids: int) -> tuple[Request, TokenIds]:
         sampling=b"",
         cache_salt=event.get("cache_salt", ""),
         body_digest=bytes.fromhex(event.get("body", "")),
+        needs=frozenset(event.get("needs", ())),
         stop_token_ids=frozenset(ids[-1:]) if event.get("is_over") else frozenset(),
         **{name: event.get(name, _DEFAULTS[name]) for name in _AS_THEY_ARE},
     )

@@ -65,8 +65,8 @@ def make_way(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
     head = core.waiting.peek(now) if least is not None else None
     if head is None or least is None or head.request.priority >= least:
         return True
-    if head.max_len > state.max_total_tokens or any(
-        placement.could_take(other, head) for other in core.executors.values() if other is not state
+    if not state.suits(head) or any(
+        placement.could_take(core, other, head) for other in core.executors.values() if other is not state
     ):
         return True  # another executor has room for it
     if core.inquiry and core.inquiry.may_enter(core, state, now) is not None:

@@ -33,6 +33,7 @@ class StatusCode(IntEnum):
     ALREADY_EXISTS = 6
     RESOURCE_EXHAUSTED = 8
     ABORTED = 10
+    UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
 
@@ -87,7 +88,6 @@ class Request:
     prompt_token_ids: TokenIds
     sampling: bytes  # encoded, handed on to the executor as it came
     max_tokens: int
-    min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     sample_index: int = 0
@@ -101,6 +101,7 @@ class Request:
     accepted_before: bool = False
     want_logprobs: bool = False
     want_prompt_logprobs: bool = False
+    needs: frozenset[str] = frozenset()  # abilities that an executor may lack (`Capacity.features`)
     traceparent: str = ""  # names the span that it is part of, to whoever works for it; opaque
 
 
@@ -258,7 +259,7 @@ def end_of_output(
         return None
     last = output_token_ids[-1]
     ends = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
-    if last in ends and len(output_token_ids) > request.min_tokens:
+    if last in ends:  # whatever `min_tokens` says: a constraint that leaves nothing else ends it before
         return Finish(FinishReason.STOP, matched_token_id=last)
     if len(output_token_ids) >= request.max_tokens:
         return Finish(FinishReason.LENGTH)

@@ -14,9 +14,10 @@ from rpc.errors import RequestError, abort
 from scheduler import wire
 from scheduler.door import RefusedError
 from scheduler.feed import Follower
+from scheduler.identity import Promise
 from scheduler.loop import SchedulerLoop, Watcher
 from scheduler.parts import PartAssembler
-from scheduler.router_session import RouterSession, SessionError, session_of
+from scheduler.router_session import RouterSession, SessionError, StepOutput, session_of
 from scheduler.sequence import Finish, FinishReason, Request, Sequence, StatusCode
 
 _log = structlog.get_logger()
@@ -56,8 +57,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         except _SupersededError:
             message = "a newer stream of the same router has taken the place of this one"
             end = RequestError(grpc.StatusCode.ABORTED, message)
-        except _ModelChangedError:
-            message = "the executors serve another model now; connect again to be told"
+        except _OtherPromiseError:
+            message = "the executors can do other things than before; connect again to be told"
             end = RequestError(grpc.StatusCode.UNAVAILABLE, message)
         except TimeoutError:
             log.warning("router_stalled", seconds=self._router_stall_seconds)
@@ -126,7 +127,7 @@ class _SupersededError(Exception):
     """The router has left the stream for a newer one."""
 
 
-class _ModelChangedError(Exception):
+class _OtherPromiseError(Exception):
     """What the router was told when it was welcomed does not hold any more."""
 
 
@@ -140,9 +141,8 @@ class _RouterStream:
         self._wake = asyncio.Event()
         self._parts: PartAssembler[scheduler_pb2.Submit] = PartAssembler()
         self._told: tuple[bool, str] | None = None
-        self._is_welcomed = False
+        self._promise: Promise | None = None  # as of the welcome
         self._num_step_downs = loop.num_step_downs
-        self._num_models = 0  # as of the welcome
         loop.join(session, self._wake)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class _RouterStream:
     @property
     def _has_stepped_down(self) -> bool:
         """Whether the scheduler has, since its welcome; a router that has none may stay."""
-        return self._is_welcomed and self._num_step_downs != self._loop.num_step_downs
+        return self._promise is not None and self._num_step_downs != self._loop.num_step_downs
 
     # --- in ------------------------------------------------------------------------------------------------
 
@@ -263,21 +263,33 @@ class _RouterStream:
         reader.add_done_callback(lambda _: self._wake.set())
         while True:
             self._wake.clear()
-            if self.session.is_superseded:
-                raise _SupersededError
-            if self._has_stepped_down:
-                raise _SteppedDownError
-            if self._is_welcomed and self._num_models != self._loop.num_models:
-                raise _ModelChangedError
+            self._check_holds()
             for message in self._status_messages():
                 await self._send(context, message, stall_seconds)
-            while (output := self.session.take(self._loop.now())) is not None:
+            while (output := self._taken()) is not None:
                 await self._send(context, wire.output_message(output, self._loop.last_step_id), stall_seconds)
             if reader.done():
                 reader.result()
                 return
             async with asyncio.timeout(self._seconds_to_stall(stall_seconds)):
                 await self._wake.wait()
+
+    def _check_holds(self) -> None:
+        """Raises when nothing more may be said on this stream."""
+        if self.session.is_superseded:
+            raise _SupersededError
+        if self._has_stepped_down:
+            raise _SteppedDownError
+        if self._promise is not None and self._promise != self._loop.promise:
+            raise _OtherPromiseError
+
+    def _taken(self) -> StepOutput | None:
+        """What the router is owed, if anything. Looked at anew after each write, which may have taken long.
+
+        Who steps down gives up all it had, and none of these ends is for the router: its requests go on.
+        """
+        self._check_holds()
+        return self.session.take(self._loop.now())
 
     def _seconds_to_stall(self, stall_seconds: float) -> float | None:
         oldest = self.session.oldest_unacked()
@@ -291,15 +303,9 @@ class _RouterStream:
     def _status_messages(self) -> list[scheduler_pb2.SchedulerMessage]:
         loop = self._loop
         messages = []
-        if not self._is_welcomed and loop.is_serving and loop.capacity is not None:
-            self._is_welcomed = True
-            self._num_step_downs, self._num_models = loop.num_step_downs, loop.num_models
-            core = loop.core
-            messages.append(
-                wire.welcome_message(
-                    self._scheduler_id, loop.term, core.max_total_tokens, loop.capacity, core.features
-                )
-            )
+        if self._promise is None and loop.is_serving and loop.promise is not None:
+            self._num_step_downs, self._promise = loop.num_step_downs, loop.promise
+            messages.append(wire.welcome_message(self._scheduler_id, loop.term, loop.promise))
         told = (loop.is_serving, loop.reason)
         if told != self._told:
             self._told = told

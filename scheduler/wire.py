@@ -10,6 +10,7 @@ from scheduler.batch_changes import BatchChanges
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry
+from scheduler.identity import Promise
 from scheduler.plan import (
     BatchPlan,
     Capacity,
@@ -83,7 +84,6 @@ def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: f
         prompt_token_ids=prompt_token_ids,
         sampling=sampling.SerializeToString(),
         max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=frozenset(sampling.stop_token_ids),
         sample_index=message.sample_index,
@@ -97,8 +97,26 @@ def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: f
         accepted_before=message.accepted_before,
         want_logprobs=sampling.HasField("logprobs"),
         want_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        needs=_needs(sampling),
         traceparent=message.traceparent,
     )
+
+
+def _needs(sampling: common_pb2.SamplingParams) -> frozenset[str]:
+    """The optional abilities of executors that it asks for."""
+    has_penalty = (
+        (sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1)
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
+    needs = {
+        "prompt_logprobs": sampling.HasField("prompt_logprobs"),
+        "penalties": has_penalty,
+        "logit_bias": sampling.logit_bias,
+        "token_lists": sampling.allowed_token_ids or sampling.banned_token_ids,
+        "constraints": sampling.WhichOneof("constraint"),
+    }
+    return frozenset(feature for feature, is_needed in needs.items() if is_needed)
 
 
 def padding_sampling() -> bytes:
@@ -179,24 +197,22 @@ def _status_code(number: int) -> StatusCode:
     return StatusCode(number) if number in set(StatusCode) - {StatusCode.OK} else StatusCode.INTERNAL
 
 
-def welcome_message(
-    scheduler_id: str, term: int, max_total_tokens: int, capacity: Capacity, features: Iterable[str]
-) -> scheduler_pb2.SchedulerMessage:
+def welcome_message(scheduler_id: str, term: int, promise: Promise) -> scheduler_pb2.SchedulerMessage:
     """What a router must know of the model."""
     welcome = scheduler_pb2.Welcome(
         scheduler_id=scheduler_id,
         term=term,
         protocol_revision=PROTOCOL_REVISION,
-        max_total_tokens=max_total_tokens,
-        vocab_size=capacity.vocab_size,
-        eos_token_ids=sorted(capacity.eos_token_ids),
+        max_total_tokens=promise.max_total_tokens,
+        vocab_size=promise.vocab_size,
+        eos_token_ids=sorted(promise.eos_token_ids),
         fingerprints=common_pb2.Fingerprints(
-            model=capacity.model_fingerprint,
-            tokenizer=capacity.tokenizer_fingerprint,
-            numerics=capacity.numerics_fingerprint,
+            model=promise.model_fingerprint,
+            tokenizer=promise.tokenizer_fingerprint,
+            numerics=promise.numerics_fingerprint,
         ),
-        dtype=capacity.dtype,
-        features=sorted(features),
+        dtype=promise.dtype,
+        features=sorted(promise.features),
     )
     return scheduler_pb2.SchedulerMessage(welcome=welcome)
 

@@ -268,6 +268,14 @@ def test_ids_behind_an_end_cannot_be_resumed_from(received: list[int]) -> None:
     assert raised.value.position == {2: 1, 3: 2, 4: 3}[len(received)]
 
 
+def test_an_end_token_ends_a_resumed_choice_also_before_the_least_that_was_asked_for() -> None:
+    """As at the executor, which masks end tokens until then, unless a constraint leaves nothing else."""
+    choice = new_log("ab", max_tokens=9, min_tokens=5).choices[0]
+    with pytest.raises(OverrunError) as raised:
+        choice.resume([7, EOS, 7], 11.0)
+    assert raised.value.position == 2
+
+
 def test_a_drawn_seed_is_of_the_request_alone() -> None:
     seeds = {
         drawn_seed(*named) for named in [("", "a", b"d"), ("", "b", b"d"), ("", "a", b"e"), ("t", "a", b"d")]

@@ -335,22 +335,6 @@ def test_what_ran_on_a_lost_executor_is_recomputed_on_the_next(window: int) -> N
     h.check_outputs()
 
 
-def test_what_does_not_fit_the_executor_that_took_over_ends_with_a_sentence() -> None:
-    h = Harness(num_blocks=64, block_size=4)
-    h.submit("big", prompt(100), 50)
-    small = h.submit("small", prompt(10), 5)
-    h.core.detach(EXECUTOR, h.now)
-    h.capacity = dataclasses.replace(h.capacity, num_blocks=8)
-    h.attach()
-    big = h.sequences.pop("big")
-    assert big.finish is not None
-    assert "150 tokens" in big.finish.message
-    assert "at most 32" in big.finish.message
-    assert small.state is State.WAITING
-    h.run_to_end()
-    h.check_outputs()
-
-
 def test_without_an_executor_new_requests_are_refused_and_accepted_ones_wait() -> None:
     h = Harness()
     h.core.detach(EXECUTOR, h.now)
@@ -373,18 +357,6 @@ def test_b37_an_empty_prompt_is_refused_even_where_an_accepted_request_would_wai
     assert h.core.sequences == {}
 
 
-def test_what_only_the_lost_executor_could_hold_does_not_hold_the_others_back() -> None:
-    h = Harness(limits(1), num_blocks=64, block_size=4)
-    big = h.submit("big", prompt(100), 50, ignore_eos=True)
-    h.step()
-    h.core.attach("small", 7, dataclasses.replace(h.capacity, num_blocks=8), h.now)
-    assert big.state is State.RUNNING
-    assert h.core.detach(EXECUTOR, h.now) == [big]
-    assert big.finish is not None
-    assert big.finish.status_code is StatusCode.UNAVAILABLE
-    assert len(h.core.waiting) == 0
-
-
 def test_what_a_larger_executor_can_hold_waits_for_it_when_a_small_one_comes_beside() -> None:
     h = Harness(limits(1), num_blocks=64, block_size=4, max_num_seqs=1)
     h.submit("first", prompt(4), 5, ignore_eos=True)
@@ -395,6 +367,20 @@ def test_what_a_larger_executor_can_hold_waits_for_it_when_a_small_one_comes_bes
     h.run_to_end()
     h.check_outputs()
     assert big.state is State.FINISHED
+
+
+@pytest.mark.parametrize(("reason", "teaches"), [(FinishReason.STOP, True), (FinishReason.ABORT, False)])
+def test_a_stop_string_teaches_how_long_answers_are_and_a_client_that_leaves_does_not(
+    reason: FinishReason, teaches: bool
+) -> None:
+    h = Harness()
+    expected_before = h.core.lengths.remaining(0, 500)
+    for number in range(40):
+        seq = h.submit(f"r{number}", prompt(4), 50, ignore_eos=True)
+        while seq.num_output_tokens < 3:
+            h.step()
+        h.core.cancel(seq.request.key, reason, h.now)
+    assert (h.core.lengths.remaining(0, 500) < expected_before) is teaches
 
 
 def test_ids_that_end_a_request_end_it_when_the_model_is_known_at_last() -> None:

@@ -1,12 +1,13 @@
 """Who is refused, with which sentence; and that the door lets nothing leak."""
 
 import dataclasses
+from array import array
 
 import pytest
 
 from scheduler.door import RefusedError
 from scheduler.policy import Limits
-from scheduler.sequence import FinishReason, Request, StatusCode
+from scheduler.sequence import FinishReason, Request, State, StatusCode
 from scheduler.tenants import TenantLimits
 from scheduler.waiting import Policy
 from tests.scheduler.harness import EXECUTOR, Harness
@@ -36,15 +37,30 @@ def refusal(h: Harness, name: str, length: int, max_tokens: int, **fields: objec
         (0, 4, "prompt has 0 tokens and max_tokens is 4: each must be at least 1"),
         (4, 0, "prompt has 4 tokens and max_tokens is 0: each must be at least 1"),
         (4, -1, "prompt has 4 tokens and max_tokens is -1: each must be at least 1"),
-        (30, 3, "prompt has 30 tokens and max_tokens is 3: their sum 33 must be at most 32"),
-        (32, 1, "their sum 33 must be at most 32"),
     ],
 )
-def test_b01_b35_b36_b37_what_can_never_be_is_refused_naming_values_and_limit(
+def test_b36_b37_what_makes_no_sense_is_refused_whoever_was_promised_it(
     length: int, max_tokens: int, sentence: str, accepted_before: bool
 ) -> None:
     h = Harness(limits(), num_blocks=8, block_size=4)
     error = refusal(h, "r", length, max_tokens, accepted_before=accepted_before)
+    assert error.status_code is StatusCode.INVALID_ARGUMENT
+    assert sentence in error.message
+    assert error.retry_after_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "sentence"),
+    [
+        (30, 3, "prompt has 30 tokens and max_tokens is 3: their sum 33 must be at most 32"),
+        (32, 1, "their sum 33 must be at most 32"),
+    ],
+)
+def test_b01_b35_what_no_executor_can_hold_is_refused_naming_values_and_limit(
+    length: int, max_tokens: int, sentence: str
+) -> None:
+    h = Harness(limits(), num_blocks=8, block_size=4)
+    error = refusal(h, "r", length, max_tokens)
     assert error.status_code is StatusCode.INVALID_ARGUMENT
     assert sentence in error.message
     assert error.retry_after_seconds is None
@@ -378,3 +394,29 @@ def test_a_resubmission_keeps_its_place_by_the_time_it_has_waited() -> None:
         h.step()
         order += [name for name in h.members() if name not in order]
     assert order == ["runs", "old", "new"]
+
+
+def test_who_asks_again_and_is_refused_leaves_the_one_that_lives_as_it_is() -> None:
+    h = Harness(limits(window=1), num_blocks=64, block_size=4)
+    first = h.submit("r", [1, 2, 3], 20, ignore_eos=True)
+    h.step()
+    h.core.attach("small", 7, dataclasses.replace(h.capacity, num_blocks=2), h.now)
+    again = h.request("r", [1, 2, 3], 20, ignore_eos=True)
+    with pytest.raises(RefusedError, match="at most 8"):
+        h.core.submit(again, array("I", [96, 96, 96]), now=h.now)  # ids that are not its own
+    assert first.state is State.RUNNING
+    h.core.detach("small", h.now)
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_who_asks_again_takes_the_place_of_the_one_that_lives_however_many_wait() -> None:
+    h = Harness(limits(max_queued=1), max_num_seqs=1)
+    h.submit("runs", [1], 20, ignore_eos=True)
+    h.step()
+    first = h.submit("r", [1, 2, 3], 20, ignore_eos=True)
+    again = h.core.submit(h.request("r", [1, 2, 3], 20, ignore_eos=True), array("I", [7]), now=h.now)
+    assert again is not first
+    assert first.finish is not None
+    assert first.finish.reason is FinishReason.ABORT
+    assert list(h.core.waiting) == [again]

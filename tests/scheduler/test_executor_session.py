@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler.executor_session import ExecutorSession, SessionBrokenError, check_ids
-from scheduler.plan import BatchPlan, StepResult
+from scheduler.executor_session import ExecutorSession, SessionBrokenError, check_ids, rows_that_ran
+from scheduler.plan import BatchPlan, FinishedSequence, StepResult
+from scheduler.sequence import FinishReason
+from tests.scheduler.sequences import running
 
 EPOCH = 0xABC
 
@@ -109,6 +113,31 @@ def test_a_plan_whose_result_does_not_fit_stays_unanswered() -> None:
         session.received(StepResult(EPOCH, 1, [], [], [7]))
     assert session.resend() == [plan]
     assert session.acked_step_id == 0
+
+
+def test_an_end_without_a_token_breaks_the_session() -> None:
+    seq = running(prompt_len=8, max_tokens=4)
+    seq.seq_id = 1
+    plan = replace(
+        plan_of(ExecutorSession(EPOCH, 2)), seq_ids=[1], rows=[seq], num_tokens=[4], num_samples=[0]
+    )
+    for seq_id in (1, 2):  # one that samples nothing in this step, and one that has no row
+        ended = [FinishedSequence(seq_id, FinishReason.STOP)]
+        with pytest.raises(SessionBrokenError, match=f"sequence {seq_id} ended without a token"):
+            rows_that_ran(plan, StepResult(EPOCH, 1, [1], [0], [], finished=ended))
+
+
+def test_an_end_by_length_of_one_that_is_not_long_enough_breaks_the_session() -> None:
+    seq = running(prompt_len=8, max_tokens=4)
+    seq.seq_id = 1
+    plan = replace(
+        plan_of(ExecutorSession(EPOCH, 2)), seq_ids=[1], rows=[seq], num_tokens=[8], num_samples=[1]
+    )
+    result = StepResult(EPOCH, 1, [1], [1], [5], finished=[FinishedSequence(1, FinishReason.LENGTH)])
+    with pytest.raises(SessionBrokenError, match="ended by its length with 9 tokens, it was to have 12"):
+        rows_that_ran(plan, result)
+    seq.token_ids.extend([5, 5, 5])
+    assert rows_that_ran(plan, result) == [seq]
 
 
 def test_ids_that_the_model_has_not_break_the_session() -> None:

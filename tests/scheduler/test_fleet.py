@@ -110,6 +110,27 @@ def test_one_executor_is_never_left_anything() -> None:
     assert seq.executor_id == "a"
 
 
+def test_what_is_still_to_be_named_on_one_executor_is_not_when_its_sequence_runs_on_another() -> None:
+    """Though it has the same number there: numbers are counted for each executor."""
+    fleet = Fleet(Limits(window=1, watermark=0.0, admission=Admission.OPTIMISTIC))
+    sizes = {"num_blocks": 2000, "block_size": 4, "max_num_seqs": 100, "max_num_batched_tokens": 1000}
+    fleet.attach("a", **sizes)
+    for number in range(80):
+        fleet.submit(f"r{number}", [number % 97, 1, 2], 30)
+    state = fleet.core.executors["a"]
+    while not state.to_register:
+        fleet.plan("a")
+        fleet.done_at["a"].pop(0)
+        fleet.core.update("a", fleet.executors["a"].run(), fleet.now)
+    fleet.attach("b", **sizes)
+    state.is_draining, state.leaves_at = True, fleet.now
+    fleet.plan("a")
+    fleet.plan("b")
+    assert any(seq.executor_id == "b" and seq.seq_id == seq_id for seq, seq_id, _ in state.to_register)
+    fleet.run()
+    fleet.check_outputs()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -1,7 +1,16 @@
 """Who is told and who is woken."""
 
+import asyncio
+from dataclasses import replace
+
+import pytest
+
 from protos.v1 import router_pb2
-from scheduler.loop import MAX_SUMMARIES_PENDING, Watcher
+from scheduler.core import SchedulerCore
+from scheduler.executor_client import Opened
+from scheduler.loop import MAX_SUMMARIES_PENDING, SchedulerLoop, Watcher
+from scheduler.plan import Capacity
+from tests.rig.checking_executor import capacity
 from tests.scheduler.shell import (
     ObedientExecutor,
     Shell,
@@ -46,3 +55,46 @@ async def test_no_pause_between_a_timer_and_its_sequence_when_an_earlier_one_com
         executor.may_answer.set()
         await until(lambda: 1 in router.finished)
     assert router.ids[1] == expected_ids([1], 50)
+
+
+@pytest.mark.parametrize(
+    "poorer",
+    [capacity(max_seq_len=99), replace(capacity(), features=frozenset({"penalties"}))],
+    ids=["shorter", "with fewer abilities"],
+)
+async def test_what_routers_are_promised_is_what_every_executor_that_is_there_can_do(
+    poorer: Capacity,
+) -> None:
+    loop = SchedulerLoop(SchedulerCore(), on_serving=lambda *_: None)
+    able = replace(capacity(), features=frozenset({"penalties", "constraints"}))
+    loop.executor_attached("able", Opened(1, 1, able), asyncio.Event())
+    before = loop.promise
+    assert before is not None
+    assert (before.max_total_tokens, before.features) == (256, able.features)
+    loop.executor_attached("poorer", Opened(2, 1, poorer), asyncio.Event())
+    assert loop.promise is not None
+    assert loop.promise != before
+    assert loop.promise.max_total_tokens == min(256, poorer.max_seq_len)
+    assert loop.promise.features == poorer.features
+    loop.executor_lost("poorer", "gone", is_crash=False)
+    assert (loop.promise.max_total_tokens, loop.promise.features) == (256, able.features)
+    loop.executor_lost("able", "gone", is_crash=False)
+    assert loop.promise.max_total_tokens == 256  # nobody is told anything new by an absence
+
+
+async def test_who_was_promised_more_is_welcomed_anew(shell: Shell) -> None:
+    async with serving_executor(executor := ObedientExecutor(), shell.executor_address):
+        router = await shell.welcomed()
+        executor.may_answer.clear()
+        await router.submit(1, "r", [1], 30)
+        await until(lambda: 1 in router.started or executor.plans)
+        shell.loop.executor_attached(
+            "small", Opened(77, 1, replace(shell.loop.capacity, max_seq_len=50)), asyncio.Event()
+        )
+        assert (await router.ended()).name == "UNAVAILABLE"
+        again = await shell.welcomed()
+        assert again.messages[0].welcome.max_total_tokens == 50
+        await again.submit(1, "r", [1], 30, accepted_before=True)
+        executor.may_answer.set()
+        await until(lambda: 1 in again.finished)
+    assert again.ids[1] == expected_ids([1], 30)

@@ -94,7 +94,8 @@ def test_a_capacity_is_read_back_without_its_end_tokens() -> None:
 def test_a_request_is_read_back_but_for_what_tells_what_was_said() -> None:
     request = Request(
         key=b"k" * 16, request_id="r1", prompt_token_ids=array("I", [60001, 60002, 60003, 60004, 60005]),
-        sampling=b"words", max_tokens=9, min_tokens=2, ignore_eos=True, stop_token_ids=frozenset({60007}),
+        sampling=b"words", max_tokens=9, ignore_eos=True, stop_token_ids=frozenset({60007}),
+        needs=frozenset({"constraints", "penalties"}),
         sample_index=1, group=4, priority=-2, tenant="t", cache_salt="pepper", body_digest=b"digest",
         deadline=12.25, arrival=1 / 3, accepted_before=True, want_logprobs=True, want_prompt_logprobs=True,
     )  # fmt: skip

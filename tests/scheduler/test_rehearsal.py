@@ -48,6 +48,6 @@ def test_nor_is_an_end_before_all_tokens_are_there() -> None:
     h, seq = rehearse()
     h.plan()
     result = h.executor.run()
-    result.finished.append(FinishedSequence(seq.seq_id, FinishReason.LENGTH))
+    result.finished.append(FinishedSequence(seq.seq_id, FinishReason.STOP))
     h.core.update(EXECUTOR, result, 0.0)
-    assert rehearsal.fault_of(seq) == "LENGTH after 1 of 4 tokens"
+    assert rehearsal.fault_of(seq) == "STOP after 1 of 4 tokens"

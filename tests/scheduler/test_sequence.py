@@ -85,8 +85,6 @@ def test_progress_is_counted_from_the_last_admission() -> None:
         ({"ignore_eos": True}, [9, 2], None, None),
         ({"ignore_eos": True, "stop_token_ids": frozenset({2})}, [9, 2], FinishReason.STOP, 2),
         ({"stop_token_ids": frozenset({7})}, [7], FinishReason.STOP, 7),
-        ({"min_tokens": 1}, [2], None, None),  # an end token as the first could not have been chosen
-        ({"min_tokens": 1}, [9, 2], FinishReason.STOP, 2),
         ({"max_tokens": 2}, [9, 9], FinishReason.LENGTH, None),
         ({"max_tokens": 2}, [9, 2], FinishReason.STOP, 2),  # as the executor says it: STOP before LENGTH
         ({"max_tokens": 2}, [9, 9, 9], FinishReason.LENGTH, None),

@@ -9,10 +9,15 @@ import pytest
 import structlog
 
 from protos.v1 import common_pb2, router_pb2, scheduler_pb2
+from scheduler.core import SchedulerCore
+from scheduler.executor_client import Opened
+from scheduler.loop import SchedulerLoop
 from scheduler.policy import Limits
-from scheduler.router_session import MAX_UNACKED_MESSAGES
+from scheduler.router_session import MAX_UNACKED_MESSAGES, RouterSession
 from scheduler.sequence import StatusCode
+from scheduler.servicer import _RouterStream, _SteppedDownError
 from tests.rig import toy_executor
+from tests.rig.checking_executor import CheckingExecutor, capacity
 from tests.scheduler.shell import (
     ObedientExecutor,
     Shell,
@@ -450,6 +455,56 @@ async def test_b27_streams_that_break_leave_nothing_behind(
     await until(lambda: shell.core.is_idle)
     state = shell.core.executors[shell.executor_address]
     assert state.blocks.num_free == state.blocks.num_blocks
+
+
+class _SlowRouter:
+    """The context of a Connect call whose router takes a message when it may."""
+
+    def __init__(self) -> None:
+        self.may_take = asyncio.Event()
+        self.may_take.set()
+        self.is_writing = asyncio.Event()
+        self.taken: list[scheduler_pb2.SchedulerMessage] = []
+
+    async def write(self, message: scheduler_pb2.SchedulerMessage) -> None:
+        self.is_writing.set()
+        await self.may_take.wait()
+        self.taken.append(message)
+
+
+async def test_a_step_down_while_a_write_waits_is_no_end_for_the_router() -> None:
+    """What it was promised goes on at the new leader, so the old one must not say that it gave it up."""
+    core = SchedulerCore(Limits(watermark=0.0))
+    loop = SchedulerLoop(core, on_serving=lambda *_: None)
+    loop.executor_attached("e", Opened(1, 1, capacity()), asyncio.Event())
+    stream, router = _RouterStream(loop, RouterSession("router", 1), "scheduler"), _SlowRouter()
+    reading: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    writing = asyncio.create_task(stream.write(router, reading, 5.0))  # type: ignore[arg-type]
+    submit = scheduler_pb2.Submit(handle=7, key=key_of("r"), request_id="r", prompt_token_ids=[1, 2, 3])
+    submit.sampling.max_tokens, submit.sampling.ignore_eos = 50, True
+    stream._submit(submit)
+    request = core.sequences[key_of("r")].request
+    executor = CheckingExecutor(capacity(), 1, {request.sampling: request})
+
+    def step() -> None:
+        plan = core.schedule("e", loop.now())
+        assert plan is not None
+        executor.send(plan)
+        result = executor.run()
+        loop.result_applied(result.step_id, core.update("e", result, loop.now()), has_turned=False)
+
+    await until(lambda: len(router.taken) == 3)  # the welcome, the status, that it is taken in
+    router.may_take.clear()
+    router.is_writing.clear()
+    step()
+    await router.is_writing.wait()
+    step()
+    loop.executor_lost("e", "fenced", is_crash=False)
+    loop.stand_by("another one leads")
+    router.may_take.set()
+    with pytest.raises(_SteppedDownError):
+        await writing
+    assert not any(message.step_output.finished for message in router.taken)
 
 
 # --- the other calls ----------------------------------------------------------------------------------

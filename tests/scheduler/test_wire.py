@@ -78,7 +78,7 @@ def test_sampling_travels_on_as_it_came_unknown_fields_included() -> None:
     request = wire.request_of(
         submit(sampling=common_pb2.SamplingParams.FromString(raw)), array("I", [1]), now=0.0
     )
-    assert (request.max_tokens, request.min_tokens, request.ignore_eos) == (5, 2, True)
+    assert (request.max_tokens, request.ignore_eos) == (5, True)
     assert request.stop_token_ids == frozenset({7})
     assert request.want_logprobs  # 0 alternatives are log-probabilities all the same
     new = NewSequence(1, array("I", [1]), 1, 0, [0], request.sampling)

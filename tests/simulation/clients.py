@@ -16,7 +16,7 @@ from tests.simulation.router_node import RouterNode
 from tests.simulation.world import World
 
 ASK_AGAIN_SECONDS = 0.02
-INTERNAL = 13  # the number of that status
+INVALID_ARGUMENT, INTERNAL = 3, 13  # the numbers of those statuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,11 @@ class Client:
         if not self._accepted:
             if any(_was_refused(choice) for choice in log.choices):
                 self._router.release(log, End(FinishReason.ABORT))
-                self._ask_again(log)
+                if any(choice.end and choice.end.status_code == INVALID_ARGUMENT for choice in log.choices):
+                    self._world.note(self.ask.name, "is too long for an executor that is there")
+                    self.is_done = True
+                else:
+                    self._ask_again(log)
                 return
             if not log.taken_in:
                 return

@@ -37,6 +37,7 @@ LEASE_SECONDS = 0.4
 RECOVERY_SECONDS = 10.0
 POISONED_SHARE = 0.1
 UNFIT_SHARE = LYING_SHARE = 0.06
+UNEQUAL_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Shape:
     router_crashes_every_seconds: float | None
     pauses_every_seconds: float | None
     bouts_every_seconds: float | None = None
+    small_max_seq_len: int | None = None
+    """What the last executor holds at most, if that is less than the others do."""
 
     @property
     def limit_seconds(self) -> float:
@@ -124,6 +127,23 @@ class Shape:
             bouts_every_seconds=rng.choice([0.2, 0.5]) if is_lying else None,
         )
 
+    def with_small_one(self, rng: random.Random) -> "Shape":
+        """In some worlds an executor is too small for what others can hold, and comes and goes as they do."""
+        if rng.random() >= UNEQUAL_SHARE:
+            return self
+        return replace(
+            self,
+            num_executors=rng.choice([2, 3]),
+            small_max_seq_len=rng.choice([8, 20, 32]),
+            executor_crashes_every_seconds=rng.choice([0.3, 0.6]),
+        )
+
+    def script_of(self, number: int) -> Script:
+        """That of the executor with this number."""
+        if self.small_max_seq_len is None or number < self.num_executors - 1:
+            return self.script
+        return replace(self.script, max_seq_len=min(self.script.max_seq_len, self.small_max_seq_len))
+
     def with_poison(self, rng: random.Random) -> "Shape":
         """In some worlds executors die of computing one of the requests."""
         if rng.random() >= POISONED_SHARE:
@@ -159,7 +179,8 @@ class Scenario:
     def __init__(self, seed: int) -> None:
         self.world = world = World(seed)
         shape = Shape.draw(world.rng("shape")).with_poison(world.rng("poison"))
-        self.shape = shape = shape.with_lies(world.rng("lies"))
+        shape = shape.with_lies(world.rng("lies"))
+        self.shape = shape = shape.with_small_one(world.rng("small"))
         self.ledger = ledger = Ledger()
         world.note("scenario", str(replace(shape, asks=(), script=replace(shape.script, requests=()))))
         executors = [Process(world, f"executor{number}") for number in range(shape.num_executors)]
@@ -167,7 +188,10 @@ class Scenario:
         routers = [Process(world, f"router{number}") for number in range(shape.num_routers)]
         deadly = {ask.prompt[0]: ask.deadly_at for ask in shape.asks if ask.deadly_at is not None}
         unfit = {ask.prompt[0]: ask.unfit_at for ask in shape.asks if ask.unfit_at is not None}
-        self.executors = [ExecutorNode(process, shape.script, deadly, unfit) for process in executors]
+        self.executors = [
+            ExecutorNode(process, shape.script_of(number), deadly, unfit)
+            for number, process in enumerate(executors)
+        ]
         self.lease = SharedLease(LEASE_SECONDS) if shape.num_schedulers > 1 else None
         self.schedulers = [
             SchedulerNode(process, shape.limits, self._ways(process, self.executors), self.lease, ledger)

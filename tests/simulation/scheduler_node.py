@@ -12,6 +12,7 @@ from scheduler.core import SchedulerCore
 from scheduler.door import RefusedError
 from scheduler.executor_session import SessionBrokenError, check_ids
 from scheduler.executor_state import ExecutorState
+from scheduler.identity import Promise
 from scheduler.lease import Lease, Record, Role
 from scheduler.parts import PartAssembler
 from scheduler.plan import BatchPlan, Capacity
@@ -396,12 +397,9 @@ class _RouterStream:
         if not self._is_welcomed and scheduler.is_serving and scheduler.capacity is not None:
             self._is_welcomed = True
             self._num_step_downs = scheduler.num_step_downs
-            core, capacity = scheduler.core, scheduler.capacity
-            self._end.send(
-                wire.welcome_message(
-                    scheduler.name, scheduler.term, core.max_total_tokens, capacity, core.features
-                )
-            )
+            core = scheduler.core
+            promise = Promise.of(scheduler.capacity, core.max_total_tokens, core.features)
+            self._end.send(wire.welcome_message(scheduler.name, scheduler.term, promise))
         if self._told != scheduler.is_serving:
             self._told = scheduler.is_serving
             self._end.send(wire.serving_message(scheduler.is_serving, "" if self._told else "no executor"))

@@ -1,0 +1,69 @@
+"""Where suspects are tried when executors differ in size: where they can be, and in nobody's way."""
+
+from scheduler.sequence import Sequence, State
+from tests.scheduler.fleet import Fleet
+
+BIG = {"num_blocks": 200, "max_num_seqs": 16, "max_seq_len": 300}
+SMALL = BIG | {"max_seq_len": 40}
+
+
+def answer(fleet: Fleet, name: str) -> None:
+    fleet.now += 0.001
+    fleet.done_at[name].pop(0)
+    fleet.core.update(name, fleet.executors[name].run(), fleet.now)
+
+
+def fleet_with_two_suspects() -> tuple[Fleet, list[Sequence]]:
+    """Two long ones have met two crashes; both big executors run others, and a small one is idle."""
+    fleet = Fleet()
+    fleet.attach("big1", **BIG)
+    fleet.attach("big2", **BIG)
+    for number in range(4):
+        fleet.submit(f"w{number}", [60 + number] * 4, 250)
+    fleet.plan("big2")
+    answer(fleet, "big2")
+    suspects = [fleet.submit(f"r{number}", [number] * 20, 100) for number in range(2)]
+    fleet.plan("big1")
+    fleet.attach("small", **SMALL)
+    for _ in range(2):
+        fleet.plan("big1")
+        assert {seq.executor_id for seq in suspects} == {"big1"}
+        fleet.lose("big1", is_crash=True)
+        fleet.attach("big1", **BIG)
+    assert fleet.core.inquiry.suspects.group
+    return fleet, suspects
+
+
+def test_an_executor_that_is_too_small_for_the_suspects_is_not_their_host() -> None:
+    fleet, suspects = fleet_with_two_suspects()
+    short = fleet.submit("short", [3, 4], 5)
+    fleet.plan("small")
+    assert short.executor_id == "small"
+    fleet.plan("big1")
+    assert any(seq.executor_id == "big1" for seq in suspects)
+    fleet.run()
+    fleet.check_outputs()
+
+
+def test_a_host_that_goes_away_gives_the_part_to_another() -> None:
+    fleet, suspects = fleet_with_two_suspects()
+    state = fleet.core.executors["big1"]
+    assert fleet.core.inquiry.may_enter(fleet.core, state, fleet.now) is not None
+    state.is_draining, state.leaves_at = True, fleet.now + 3600
+    fleet.attach("big3", **BIG)
+    fleet.plan("big3")
+    assert any(seq.executor_id == "big3" for seq in suspects)
+
+
+def test_nobody_is_left_to_the_host_which_takes_no_newcomers() -> None:
+    fleet, suspects = fleet_with_two_suspects()
+    fleet.plan("big1")
+    assert fleet.core.inquiry.is_host(fleet.core.executors["big1"])
+    fleet.lose("small")
+    answer(fleet, "big1")
+    fleet.plan("big2")
+    newcomer = fleet.submit("new", [3, 4] * 10, 30)
+    answer(fleet, "big2")
+    fleet.plan("big2")  # the host has nothing under way, and would begin with it sooner
+    assert newcomer.executor_id == "big2"
+    assert all(seq.state is not State.FINISHED for seq in suspects)
