@@ -55,7 +55,12 @@ class _Class:
     oldest: list[tuple[float, int, Tenant]] = field(default_factory=list)  # tenants, by their oldest member
     oldest_entry: dict[Tenant, int] = field(default_factory=dict)  # the one entry of `oldest` that counts
     num_entries: int = 0  # of the heaps, stale ones included, at most
+    num_parked: int = 0  # members that are not served for now: while there are any, its turn is remembered
     turn_at: float = -math.inf  # when one of it last entered before somebody more important
+
+
+def _class_of(seq: Sequence) -> tuple[int, bool]:
+    return seq.request.priority, seq.is_recovering
 
 
 class WaitingQueue:
@@ -96,7 +101,8 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it stands."""
         del self._entry_of[seq]
-        self.parked.pop(seq, None)
+        if seq in self.parked:
+            self._drop_parked(seq)
         num_tokens = len(seq.token_ids)
         self.num_tokens -= num_tokens
         seq.tenant.num_waiting -= 1
@@ -118,16 +124,22 @@ class WaitingQueue:
 
     def park(self, seq: Sequence) -> None:
         """`seq` still waits, but is not served before `unpark`."""
-        self._entry_of[seq] = _PARKED
-        self.parked[seq] = None
+        if seq not in self.parked:
+            self._entry_of[seq] = _PARKED
+            self.parked[seq] = None
+            self._classes[_class_of(seq)].num_parked += 1
 
     def unpark(self, seq: Sequence) -> bool:
         """Back into its place, if it still waits and was parked."""
         if self._entry_of.get(seq) != _PARKED:
             return False
-        del self.parked[seq]
+        self._drop_parked(seq)
         self._add_entry(seq)
         return True
+
+    def _drop_parked(self, seq: Sequence) -> None:
+        del self.parked[seq]
+        self._classes[_class_of(seq)].num_parked -= 1
 
     def set_aside(self, tenant: Tenant) -> None:
         """`tenant` is at a limit of its own: it is passed over until `recall`."""
@@ -151,7 +163,7 @@ class WaitingQueue:
     def _add_entry(self, seq: Sequence) -> None:
         self._next_entry += 1
         self._entry_of[seq] = self._next_entry
-        name = (seq.request.priority, seq.is_recovering)
+        name = _class_of(seq)
         of_class = self._classes.get(name)
         if of_class is None:
             of_class = self._classes[name] = _Class(*name)
@@ -249,7 +261,7 @@ class WaitingQueue:
                 self._offer(of_class, tenant)
                 continue
             return heap[0][2]
-        if not of_class.heaps:
+        if not of_class.heaps and not of_class.num_parked:
             del self._classes[of_class.priority, of_class.is_recovering]
         return None
 

@@ -275,6 +275,19 @@ def test_an_aged_class_wins_one_turn_and_not_the_lead() -> None:
     assert [i for i, priority in enumerate(entered) if priority == 2] == [0, 30, 60], "(2 + 1) * 10 seconds"
 
 
+def test_a_class_of_whom_all_are_left_out_for_a_while_has_had_its_turn_all_the_same() -> None:
+    queue = WaitingQueue(Policy.FCFS, aging_seconds=10.0)
+    old = [waiting(f"old{i}", i, priority=2, arrival=0.0) for i in range(2)]
+    young = [waiting(f"young{i}", 10 + i, priority=0, arrival=3600.0) for i in range(2)]
+    for seq in old + young:
+        queue.push(seq)
+    assert next_ones(queue, 1, every=1.0, start=3600.0) == [2]
+    queue.park(old[1])
+    assert queue.peek(3601.0) is young[0]
+    queue.unpark(old[1])
+    assert queue.peek(3601.0) is young[0]
+
+
 def test_nothing_starves_however_long_the_best_class_has_waited_itself() -> None:
     queue = WaitingQueue(Policy.FCFS, aging_seconds=10.0)
     queue.push(waiting("worst", 1, priority=5, arrival=1000.0))
