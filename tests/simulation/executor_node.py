@@ -11,7 +11,7 @@ from executor import wire
 from executor.device import EpochWork, StepTimings
 from executor.sequences import BatchPlan, SequenceTable
 from executor.session import Answer, Held, NotOpen, Run, Session, Superseded
-from protos.v1 import executor_pb2
+from protos.v1 import common_pb2, executor_pb2
 from tests.rig.scripted_executor import Script, ScriptedRunner
 from tests.simulation.links import End, RefusedError
 from tests.simulation.process import Process
@@ -68,6 +68,7 @@ class ExecutorNode:
         self._ends: dict[int, End] = {}
         self._device: deque[tuple[EpochWork, BatchPlan]] = deque()
         self._reached: dict[int, tuple[int, int]] = {}  # request and next position, by seq_id
+        self._leaves_at: float | None = None
 
     def slow_down(self, seconds: float, factor: float) -> None:
         """Steps that begin in this time take so many times as long."""
@@ -79,6 +80,16 @@ class ExecutorNode:
         self._world.note(self.name, f"answers wrongly for {seconds * 1000:.0f} ms")
         self.num_bouts += self._world.now >= self._lies_until
         self._lies_until = max(self._lies_until, self._world.now + seconds)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it tells that it will leave."""
+        return self._leaves_at is not None
+
+    def drain(self, seconds: float) -> None:
+        """It tells from now on that it leaves in so long."""
+        self._world.note(self.name, f"drains, and leaves in {seconds * 1000:.0f} ms")
+        self._leaves_at = self._world.now + seconds
 
     @property
     def num_lies(self) -> Counter[bool]:
@@ -232,7 +243,12 @@ class ExecutorNode:
                 f"step {plan.step_id}: rows {_columns(plan.seq_ids, plan.num_tokens)}, ended "
                 f"{[ended.seq_id for ended in result.finished]}, released {list(plan.released_seq_ids)}",
             )
-            message = wire.result_to_proto(result, StepTimings(total_us=int(seconds * 1e6)))
+            message = wire.result_to_proto(
+                result,
+                StepTimings(total_us=int(seconds * 1e6)),
+                draining=self.is_draining,
+                leaves_in_seconds=max(0.0, (self._leaves_at or 0.0) - self._world.now),
+            )
             is_bout = self._world.now < self._lies_until
             if is_bout or _is_met(self._unfit, reached):
                 self._spoil(message, plan, reached, self.num_bouts if is_bout else None)
@@ -298,11 +314,23 @@ def _no_such_id(result: executor_pb2.StepResult, vocab_size: int) -> None:
     result.token_ids[0] = vocab_size
 
 
+def _an_end_of_nobody(result: executor_pb2.StepResult, _: int) -> None:
+    result.finished.add(seq_id=10**6, reason=common_pb2.FINISH_REASON_STOP)
+
+
 def _an_id_too_few(result: executor_pb2.StepResult, _: int) -> None:
     del result.token_ids[-1]
 
 
-_LIES = (_a_row_too_many, _an_id_too_many, _another_step, _another_epoch, _no_such_id, _an_id_too_few)
+_LIES = (
+    _a_row_too_many,
+    _an_id_too_many,
+    _another_step,
+    _another_epoch,
+    _an_end_of_nobody,
+    _no_such_id,
+    _an_id_too_few,
+)
 _NUM_LIES_ABOUT_IDS = 2  # the last of them: only where ids were sampled
 
 

@@ -61,6 +61,24 @@ def crash_nodes(season: Season, nodes: Sequence[Node], *, mean_seconds: float) -
         season.now_and_then(f"crashes of {node.process.name}", mean_seconds, happen)
 
 
+def drain_executors(season: Season, executors: Sequence[ExecutorNode], *, mean_seconds: float) -> None:
+    """Each executor says that it will leave, leaves, whoever is still there, and is back a moment later."""
+    for node in executors:
+
+        def happen(rng: random.Random, node: ExecutorNode = node) -> None:
+            if not node.process.is_up or node.is_draining:
+                return
+            node.drain(rng.uniform(0.0, 0.4))
+            season.world.after(rng.uniform(0.2, 0.5), lambda: leave(rng, node))
+
+        def leave(rng: random.Random, node: ExecutorNode) -> None:
+            if node.process.is_up and node.is_draining:
+                node.crash()
+                season.world.after(rng.uniform(0.0, 0.3), node.start)
+
+        season.now_and_then(f"drains of {node.name}", mean_seconds, happen)
+
+
 def leave_streams(season: Season, routers: Sequence[RouterNode], *, mean_seconds: float) -> None:
     """Each router leaves its streams for new ones, as when a scheduler breaks the protocol.
 

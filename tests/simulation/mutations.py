@@ -1,7 +1,7 @@
 """Safety rules, each broken on purpose: a simulation that lets one of them pass is worth nothing.
 
 Each mutation patches one rule of the real code, and names a seed in whose world the breach was found. That
-world finds it again at each run of the tests; the soak form looks anew, among the first 500.
+world finds it again at each run of the tests; the soak form looks anew, among the first 600.
 """
 
 import contextlib
@@ -18,16 +18,18 @@ from scheduler import (
     core,
     door,
     executor_session,
+    inquiry,
     lease,
     prefix_cache,
     room,
     router_session,
+    stranded,
     suspects,
 )
 from scheduler import plan as plans
 from scheduler.sequence import Event, Sequence, StatusCode
 
-SEEDS = 500
+SEEDS = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +318,33 @@ def _never_steps_down(_: Any) -> Any:
     return lambda self, now: None
 
 
+# --- executors that differ -------------------------------------------------------------------------------
+
+
+def _parks_nobody(_: Any) -> Any:
+    return lambda self, core, seq, now: None
+
+
+def _gives_up_at_once(_: Any) -> Any:
+    return lambda self, core, now: [(seq, "nobody can hold it") for seq in self._since]
+
+
+def _counts_the_accepted_as_new(check_fits: Any) -> Any:
+    return lambda core, request: check_fits(core, replace(request, accepted_before=False))
+
+
+def _takes_any_host(_: Any) -> Any:
+    return lambda state, waiting: True
+
+
 MUTATIONS = (
-    Mutation("a plan is not sent again", executor_session.ExecutorSession, "resend", _resends_nothing, 83),
+    Mutation("who fits nowhere stands in the way", stranded.Stranded, "began_to_wait", _parks_nobody, 170),
+    Mutation("who fits nowhere is given up at once", stranded.Stranded, "overdue", _gives_up_at_once, 170),
+    Mutation(
+        "the accepted are refused for their length", door, "_check_fits", _counts_the_accepted_as_new, 42
+    ),
+    Mutation("a trial is held where it has no room", inquiry, "_takes_one_of", _takes_any_host, 170),
+    Mutation("a plan is not sent again", executor_session.ExecutorSession, "resend", _resends_nothing, 93),
     Mutation(
         "the older of two plans is not sent again",
         executor_session.ExecutorSession,
@@ -338,7 +365,7 @@ MUTATIONS = (
         executor_session.ExecutorSession,
         "received",
         _suspects_nobody_of_wrong_answers,
-        140,
+        108,
     ),
     Mutation("nobody is found guilty", suspects.Suspects, "crashed", _finds_nobody_guilty, 16),
     Mutation("nobody is excused", suspects.Suspects, "_is_excused", _excuses_nobody, 20),
@@ -350,7 +377,7 @@ MUTATIONS = (
         262,
     ),
     Mutation("a plan of any epoch is run", executor_sessions.Session, "receive", _takes_any_epoch, 20),
-    Mutation("a lower term is accepted", executor_sessions.Session, "open", _grants_lower_terms, 200),
+    Mutation("a lower term is accepted", executor_sessions.Session, "open", _grants_lower_terms, 511),
     Mutation(
         "a plan sent again runs again", executor_sessions.Session, "receive", _runs_resent_plans_again, 0
     ),
@@ -369,14 +396,14 @@ MUTATIONS = (
         room,
         "make_room",
         _preempts_with_results_out,
-        40,
+        91,
     ),
     Mutation(
         "a block is registered before it is full",
         prefix_cache.PrefixCache,
         "register",
         _registers_half_filled_blocks,
-        42,
+        80,
     ),
     Mutation(
         "a cursor starts a token early", router_session.RouterSession, "attach", _starts_a_token_early, 2

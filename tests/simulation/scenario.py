@@ -37,7 +37,7 @@ LEASE_SECONDS = 0.4
 RECOVERY_SECONDS = 10.0
 POISONED_SHARE = 0.1
 UNFIT_SHARE = LYING_SHARE = 0.06
-UNEQUAL_SHARE = 0.1
+UNEQUAL_SHARE = DRAINING_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class Shape:
     router_crashes_every_seconds: float | None
     pauses_every_seconds: float | None
     bouts_every_seconds: float | None = None
+    drains_every_seconds: float | None = None
     small_max_seq_len: int | None = None
     """What the last executor holds at most, if that is less than the others do."""
 
@@ -138,6 +139,12 @@ class Shape:
             executor_crashes_every_seconds=rng.choice([0.3, 0.6]),
         )
 
+    def with_drains(self, rng: random.Random) -> "Shape":
+        """In some worlds executors leave in good order, while others go on."""
+        if rng.random() >= DRAINING_SHARE:
+            return self
+        return replace(self, num_executors=rng.choice([2, 3]), drains_every_seconds=rng.choice([0.3, 0.6]))
+
     def script_of(self, number: int) -> Script:
         """That of the executor with this number."""
         if self.small_max_seq_len is None or number < self.num_executors - 1:
@@ -180,7 +187,7 @@ class Scenario:
         self.world = world = World(seed)
         shape = Shape.draw(world.rng("shape")).with_poison(world.rng("poison"))
         shape = shape.with_lies(world.rng("lies"))
-        self.shape = shape = shape.with_small_one(world.rng("small"))
+        self.shape = shape = shape.with_small_one(world.rng("small")).with_drains(world.rng("drains"))
         self.ledger = ledger = Ledger()
         world.note("scenario", str(replace(shape, asks=(), script=replace(shape.script, requests=()))))
         executors = [Process(world, f"executor{number}") for number in range(shape.num_executors)]
@@ -227,6 +234,8 @@ class Scenario:
             faults.freeze_processes(season, processes, mean_seconds=every_seconds, most_seconds=most_seconds)
             faults.slow_executors(season, self.executors, mean_seconds=every_seconds)
 
+        if (every_seconds := shape.drains_every_seconds) is not None:
+            faults.drain_executors(season, self.executors, mean_seconds=every_seconds)
         if (every_seconds := shape.bouts_every_seconds) is not None:
             faults.lying_executors(season, self.executors, mean_seconds=every_seconds)
 

@@ -594,14 +594,14 @@ class _ExecutorPeer:
         self._state.is_away = True
         if status == UNAVAILABLE:
             self._broken_since = scheduler.now if self._broken_since is None else self._broken_since
-            if scheduler.now - self._broken_since < REATTACH_SECONDS:
+            if not self._state.is_draining and scheduler.now - self._broken_since < REATTACH_SECONDS:
                 scheduler.process.after(RETRY_SECONDS / 4, self._connect)
                 return
         assert status in {UNAVAILABLE, NOT_OPEN, HELD}, f"the executor ended the stream: {status}"
         if status == HELD:
             scheduler.fenced()
             return
-        self._lose(is_crash=True)
+        self._lose(is_crash=not self._state.is_draining)
 
     def _lose(self, *, is_crash: bool, bout: Bout | None = None) -> None:
         scheduler = self._scheduler
