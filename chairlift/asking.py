@@ -1,7 +1,8 @@
 """What a caller of the client library may ask, as the message that travels. Pure."""
 
 import json
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from chairlift.results import Message
@@ -17,13 +18,13 @@ class Options(TypedDict, total=False):
     The fields are those of `GenerateRequest` and `SamplingParams` in protos/v1, with their limits. For
     conversations alone, of `Chat`: `tools` (definitions as mappings), `add_generation_prompt`,
     `continue_final_message`, `chat_template_kwargs` (a mapping). Of `json_schema` (a mapping, or JSON text),
-    `regex` and `choice` one may be given: the answer's text matches it.
+    `regex` and `choice` one may be given: the answer's text matches it. `stop` is a text or a list of them.
     """
 
     model: str
     request_id: str
     n: int
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     include_stop: bool
     priority: int
     cache_salt: str
@@ -77,6 +78,8 @@ def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateReq
             _put_of_chat(request, name, value)
         elif name in _CONSTRAINTS:
             _put_constraint(request.sampling, name, value)
+        elif name == "stop" and isinstance(value, str):
+            request.stop.append(value)
         else:
             _put(request.sampling if name in _OF_SAMPLING else request, name, value)
     return request
@@ -87,7 +90,7 @@ def _put_prompt(request: router_pb2.GenerateRequest, prompt: Prompt) -> None:
         request.text = prompt
         return
     request.token_ids.SetInParent()
-    for entry in prompt:
+    for entry in _listed("prompt", prompt, "a text or a list"):
         if isinstance(entry, Message):
             turn = request.chat.messages.add(role=entry.role, content=entry.content, name=entry.name)
             turn.tool_call_id = entry.tool_call_id
@@ -109,11 +112,17 @@ def tokenize_request(prompt: str | Sequence[Message | Mapping[str, Any]]) -> rou
     return router_pb2.TokenizeRequest(chat=asked.chat)
 
 
+def detokenize_request(token_ids: Sequence[int], *, include_special: bool) -> router_pb2.DetokenizeRequest:
+    """What is to become text. Raises TypeError and ValueError as `generate_request` does."""
+    ids = _listed("token_ids", token_ids)
+    return router_pb2.DetokenizeRequest(token_ids=ids, include_special=include_special)
+
+
 def _put_of_chat(request: router_pb2.GenerateRequest, name: str, value: Any) -> None:
     if not request.HasField("chat"):
         raise ValueError(f"{name} is for a conversation, and the prompt is none")
     if name == "tools":
-        request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in value)
+        request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in _listed(name, value))
     elif name == "chat_template_kwargs":
         request.chat.chat_template_kwargs = json.dumps(dict(value), ensure_ascii=False)
     else:
@@ -125,7 +134,7 @@ def _put_constraint(sampling: common_pb2.SamplingParams, name: str, value: Any) 
     if present is not None:
         raise ValueError(f"{name} is given beside {present}; an answer can be held to one of them")
     if name == "choice":
-        sampling.choice.values.extend(value)
+        sampling.choice.values.extend(_listed(name, value))
     elif name == "json_schema" and not isinstance(value, str):
         sampling.json_schema = json.dumps(value, ensure_ascii=False)
     else:
@@ -138,8 +147,15 @@ def _put(message: router_pb2.GenerateRequest | common_pb2.SamplingParams, name: 
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             getattr(message, name).update(value)
         elif field.is_repeated:
-            getattr(message, name).extend(value)
+            getattr(message, name).extend(_listed(name, value))
         else:
             setattr(message, name, value)
     except ValueError as error:
         raise ValueError(f"{name} does not fit into the contract: {value} ({error})") from error
+
+
+def _listed(name: str, values: Any, form: str = "a list") -> Any:
+    """The values as they are. A text, bytes or a mapping alone raises TypeError: it would be taken apart."""
+    if isinstance(values, str | bytes | bytearray | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} is {reprlib.repr(values)}, and must be {form}")
+    return values

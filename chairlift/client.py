@@ -15,7 +15,7 @@ from typing import Any, Self, Unpack
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
-from chairlift.asking import Options, Prompt, generate_request, tokenize_request
+from chairlift.asking import Options, Prompt, detokenize_request, generate_request, tokenize_request
 from chairlift.calls import API_KEY_VARIABLE, DEFAULT_ADDRESS, MAX_MESSAGE_BYTES, Router, failure
 from chairlift.patience import Patience
 from chairlift.results import Answer, ChairliftError, Message, Model, Piece
@@ -173,7 +173,7 @@ class Client:
 
             print(client.detokenize([104, 105]))
         """
-        request = router_pb2.DetokenizeRequest(token_ids=token_ids, include_special=include_special)
+        request = detokenize_request(token_ids, include_special=include_special)
         return str(self._ask("Detokenize", request, timeout_seconds).text)
 
     def model(self, *, timeout_seconds: float | None = None) -> Model:
@@ -339,7 +339,7 @@ class AsyncClient:
 
             print(await client.detokenize([104, 105], include_special=True))
         """
-        request = router_pb2.DetokenizeRequest(token_ids=token_ids, include_special=include_special)
+        request = detokenize_request(token_ids, include_special=include_special)
         return str((await self._ask("Detokenize", request, timeout_seconds)).text)
 
     async def model(self, *, timeout_seconds: float | None = None) -> Model:

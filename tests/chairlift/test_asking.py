@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.asking import Options, generate_request, tokenize_request
+from chairlift.asking import Options, detokenize_request, generate_request, tokenize_request
 from chairlift.results import Message, ToolCall
 from protos.v1 import common_pb2, router_pb2
 
@@ -43,6 +43,49 @@ def test_options_go_where_the_contract_has_them_and_zero_is_not_absent() -> None
             temperature=0, stop_token_ids=[7], logprobs=0, seed=-1, logit_bias={5: -1.5}
         ),
     )
+
+
+def test_a_stop_may_be_a_text_alone() -> None:
+    assert generate_request("Hi", {"stop": "END"}) == Request(text="Hi", stop=["END"])
+    assert generate_request("Hi", {"stop": ("END", "\n")}) == Request(text="Hi", stop=["END", "\n"])
+
+
+def _repeated_options() -> set[str]:
+    """The options that are lists, as the contract has them."""
+    messages = (Request, router_pb2.Chat, common_pb2.SamplingParams)
+    fields = [field for message in messages for field in message.DESCRIPTOR.fields if field.is_repeated]
+    return {field.name for field in fields} - {"messages", "logit_bias"} | {"choice"}
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [
+        (name, alone)
+        for name in sorted(_repeated_options())
+        for alone in ("yes", b"yes", bytearray(b"yes"), {"yes": 1}, 5)
+        if (name, alone) != ("stop", "yes")
+    ],
+)
+def test_what_is_no_list_is_not_taken_apart_into_one(name: str, alone: Any) -> None:
+    options: Any = {name: alone}
+    with pytest.raises(TypeError, match=rf"{name} is .*(yes|5).*, and must be a list"):
+        generate_request([Message("user", "Hi")], options)
+
+
+def test_bytes_and_mappings_are_neither_a_prompt_nor_ids() -> None:
+    wrong: Any
+    for wrong in (b"Once", {5: 1}, None):
+        with pytest.raises(TypeError, match=r"prompt is .*, and must be a text or a list"):
+            generate_request(wrong, {})
+    with pytest.raises(TypeError, match="token_ids is b'hi', and must be a list"):
+        detokenize_request(b"hi", include_special=False)
+    assert list(detokenize_request([104, 105], include_special=True).token_ids) == [104, 105]
+
+
+def test_a_long_value_is_shortened_in_the_sentence() -> None:
+    with pytest.raises(TypeError) as raised:
+        generate_request("Hi", {"choice": "x" * 10_000})
+    assert len(str(raised.value)) < 100
 
 
 def test_options_and_messages_say_all_that_the_contract_can() -> None:
