@@ -5,8 +5,10 @@ breaks is resumed, at the next router where there are several, and goes on where
 """
 
 import asyncio
+import contextlib
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from types import TracebackType
@@ -16,6 +18,7 @@ import grpc
 from google.protobuf.message import Message as ProtoMessage
 
 from chairlift.asking import Options, Prompt, detokenize_request, generate_request, tokenize_request
+from chairlift.attempts import Attempts, Requests
 from chairlift.calls import API_KEY_VARIABLE, DEFAULT_ADDRESS, MAX_MESSAGE_BYTES, Router, failure
 from chairlift.patience import Patience
 from chairlift.results import Answer, ChairliftError, Message, Model, Piece
@@ -29,6 +32,7 @@ from rpc.errors import RequestError, StartError, from_call
 from rpc.tls import Tls, TlsFiles
 
 DEFAULT_MAX_RETRIES = 5
+_STREAM_CLOSED = "the stream was closed"
 _TOKEN_FIELD = "resume.resume_token"  # noqa: S105 - the name of a field
 
 
@@ -64,6 +68,7 @@ class Client:
         """
         self._routers = Routers(address, TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name), api_key)
         self._max_retries = max_retries
+        self._requests = Requests[threading.Event]()
         self._channels = {
             router.address: connect_blocking(
                 router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=router.certificates
@@ -143,8 +148,9 @@ class Client:
                     print(piece.text, end="", flush=True)
             print(stream.answer.choices[0].usage)
         """
-        transcript = Transcript(generate_request(prompt, options))
-        return Stream(self._pieces(transcript, _patience(self._max_retries, timeout_seconds)), transcript)
+        transcript, attempts = Transcript(generate_request(prompt, options)), Attempts(threading.Event())
+        patience = _patience(self._max_retries, timeout_seconds)
+        return Stream(self._pieces(transcript, patience, attempts), transcript, attempts)
 
     def tokenize(
         self,
@@ -187,49 +193,69 @@ class Client:
         return model_of(self._ask("GetModel", router_pb2.GetModelRequest(), timeout_seconds))
 
     def close(self) -> None:
-        """Gives the connections back; calls that run are cancelled."""
+        """Gives the connections back. Calls that run, and later ones, raise ChairliftError, CANCELLED."""
+        self._requests.close()
         for channel in self._channels.values():
             channel.close()
 
     def _ask(self, method: str, request: ProtoMessage, timeout_seconds: float | None) -> Any:
         """What a call that is no stream answers."""
-        patience = _patience(self._max_retries, timeout_seconds)
-        while True:
-            remaining_seconds = patience.remaining_seconds(time.monotonic())
-            router = self._routers.current
-            call = getattr(self._stub(router), method)
-            try:
-                return call(request, timeout=remaining_seconds, metadata=router.metadata)
-            except grpc.RpcError as error:
-                delay = self._routers.delay_before_retry(patience, from_call(error), router)
-            time.sleep(delay)
+        patience, attempts = _patience(self._max_retries, timeout_seconds), Attempts(threading.Event())
+        with self._requests.running(attempts):
+            while True:
+                remaining_seconds = patience.remaining_seconds(time.monotonic())
+                router = self._routers.current
+                call = attempts.begin(
+                    getattr(self._stub(router), method).future,
+                    request,
+                    timeout=remaining_seconds,
+                    metadata=router.metadata,
+                )
+                try:
+                    return call.result()
+                except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                    attempts.check()
+                    delay = self._routers.delay_before_retry(patience, from_call(error), router)
+                finally:
+                    call.cancel()  # Ctrl-C, say, leaves it running
+                attempts.ended.wait(delay)
+                attempts.check()
 
     def _stub(self, router: Router) -> router_pb2_grpc.RouterStub:
         return router_pb2_grpc.RouterStub(self._channels[router.address])
 
-    def _pieces(self, transcript: Transcript, patience: Patience) -> Generator[Piece]:
-        while True:
-            remaining_seconds = patience.remaining_seconds(time.monotonic())
-            router = self._routers.current
-            call = self._stub(router).Generate(
-                transcript.request, timeout=remaining_seconds, metadata=router.metadata
-            )
-            try:
-                for event in call:
-                    piece = transcript.take(event)
-                    if piece is not None:
-                        patience.renew()
-                        yield piece
-            except grpc.RpcError as error:
-                delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
-            except Diverged as error:
-                raise _cannot_go_on() from error
-            else:
-                return
-            finally:
-                call.cancel()  # type: ignore[no-untyped-call]  # the stubs say nothing of its types
-            transcript.restart()
-            time.sleep(delay)
+    def _pieces(
+        self, transcript: Transcript, patience: Patience, attempts: Attempts[threading.Event]
+    ) -> Generator[Piece]:
+        with self._requests.running(attempts):
+            while True:
+                remaining_seconds = patience.remaining_seconds(time.monotonic())
+                router = self._routers.current
+                call = attempts.begin(
+                    self._stub(router).Generate,
+                    transcript.request,
+                    timeout=remaining_seconds,
+                    metadata=router.metadata,
+                )
+                try:
+                    for event in call:
+                        piece = transcript.take(event)
+                        if piece is not None:
+                            patience.renew()
+                            yield piece
+                            attempts.check()
+                except grpc.RpcError as error:
+                    attempts.check()
+                    delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
+                except Diverged as error:
+                    raise _cannot_go_on() from error
+                else:
+                    return
+                finally:
+                    call.cancel()
+                transcript.restart()
+                attempts.ended.wait(delay)
+                attempts.check()
 
     def __enter__(self) -> Self:
         return self
@@ -266,6 +292,7 @@ class AsyncClient:
         """As for `Client`. Raises ValueError."""
         self._routers = Routers(address, TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name), api_key)
         self._max_retries = max_retries
+        self._requests = Requests[asyncio.Event]()
         self._channels: dict[Address, grpc.aio.Channel] = {}
 
     async def generate(
@@ -308,9 +335,9 @@ class AsyncClient:
                 async for piece in stream:
                     print(piece.text, end="", flush=True)
         """
-        transcript = Transcript(generate_request(prompt, options))
+        transcript, attempts = Transcript(generate_request(prompt, options)), Attempts(asyncio.Event())
         patience = _patience(self._max_retries, timeout_seconds)
-        return AsyncStream(self._pieces(transcript, patience), transcript)
+        return AsyncStream(self._pieces(transcript, patience, attempts), transcript, attempts)
 
     async def tokenize(
         self,
@@ -352,23 +379,35 @@ class AsyncClient:
         return model_of(await self._ask("GetModel", router_pb2.GetModelRequest(), timeout_seconds))
 
     async def close(self) -> None:
-        """Gives the connections back; calls that run are cancelled."""
+        """Gives the connections back. Calls that run, and later ones, raise ChairliftError, CANCELLED."""
+        self._requests.close()
         for channel in self._channels.values():
             await channel.close(None)
 
     async def _ask(self, method: str, request: ProtoMessage, timeout_seconds: float | None) -> Any:
         """What a call that is no stream answers."""
-        patience = _patience(self._max_retries, timeout_seconds)
-        while True:
-            remaining_seconds = patience.remaining_seconds(time.monotonic())
-            router = self._routers.current
-            call = getattr(self._stub(router), method)
-            try:
-                return await call(request, timeout=remaining_seconds, metadata=router.metadata)
-            except grpc.aio.AioRpcError as error:
-                heed_cancel()
-                delay = self._routers.delay_before_retry(patience, from_call(error), router)
-            await asyncio.sleep(delay)
+        patience, attempts = _patience(self._max_retries, timeout_seconds), Attempts(asyncio.Event())
+        with self._requests.running(attempts):
+            while True:
+                remaining_seconds = patience.remaining_seconds(time.monotonic())
+                router = self._routers.current
+                call = attempts.begin(
+                    getattr(self._stub(router), method),
+                    request,
+                    timeout=remaining_seconds,
+                    metadata=router.metadata,
+                )
+                try:
+                    return await call
+                except grpc.aio.AioRpcError as error:
+                    heed_cancel()
+                    attempts.check()
+                    delay = self._routers.delay_before_retry(patience, from_call(error), router)
+                except asyncio.CancelledError:
+                    heed_cancel()  # the task's own goes before
+                    attempts.check()
+                    raise
+                await _pause(attempts, delay)
 
     def _stub(self, router: Router) -> "router_pb2_grpc.RouterAsyncStub":
         if router.address not in self._channels:  # a channel belongs to the loop that runs when it is made
@@ -377,30 +416,42 @@ class AsyncClient:
             )
         return router_pb2_grpc.RouterStub(self._channels[router.address])
 
-    async def _pieces(self, transcript: Transcript, patience: Patience) -> AsyncGenerator[Piece]:
-        while True:
-            remaining_seconds = patience.remaining_seconds(time.monotonic())
-            router = self._routers.current
-            call = self._stub(router).Generate(
-                transcript.request, timeout=remaining_seconds, metadata=router.metadata
-            )
-            try:
-                async for event in call:
-                    piece = transcript.take(event)
-                    if piece is not None:
-                        patience.renew()
-                        yield piece
-            except grpc.aio.AioRpcError as error:
-                heed_cancel()
-                delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
-            except Diverged as error:
-                raise _cannot_go_on() from error
-            else:
-                return
-            finally:
-                call.cancel()
-            transcript.restart()
-            await asyncio.sleep(delay)
+    async def _pieces(
+        self, transcript: Transcript, patience: Patience, attempts: Attempts[asyncio.Event]
+    ) -> AsyncGenerator[Piece]:
+        with self._requests.running(attempts):
+            while True:
+                remaining_seconds = patience.remaining_seconds(time.monotonic())
+                router = self._routers.current
+                call = attempts.begin(
+                    self._stub(router).Generate,
+                    transcript.request,
+                    timeout=remaining_seconds,
+                    metadata=router.metadata,
+                )
+                try:
+                    async for event in call:
+                        piece = transcript.take(event)
+                        if piece is not None:
+                            patience.renew()
+                            yield piece
+                            attempts.check()
+                except grpc.aio.AioRpcError as error:
+                    heed_cancel()
+                    attempts.check()
+                    delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
+                except asyncio.CancelledError:
+                    heed_cancel()  # the task's own goes before
+                    attempts.check()
+                    raise
+                except Diverged as error:
+                    raise _cannot_go_on() from error
+                else:
+                    return
+                finally:
+                    call.cancel()
+                transcript.restart()
+                await _pause(attempts, delay)
 
     async def __aenter__(self) -> Self:
         return self
@@ -414,9 +465,13 @@ class AsyncClient:
 class Stream:
     """The pieces of one answer, in order; each text and each token id once. Raises ChairliftError."""
 
-    def __init__(self, pieces: Generator[Piece], transcript: Transcript) -> None:
+    def __init__(
+        self, pieces: Generator[Piece], transcript: Transcript, attempts: Attempts[threading.Event]
+    ) -> None:
         self._pieces = pieces
         self._transcript = transcript
+        self._attempts = attempts
+        self._is_closed = False
 
     @property
     def answer(self) -> Answer:
@@ -424,14 +479,20 @@ class Stream:
         return _answer_of(self._transcript)
 
     def close(self) -> None:
-        """Cancels the request if it still runs."""
-        self._pieces.close()
+        """Cancels the request if it still runs, from any thread. Whoever reads it gets no further piece."""
+        self._is_closed = True
+        self._attempts.end(_STREAM_CLOSED)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        try:
+            return next(self._pieces)
+        except ChairliftError:
+            if self._is_closed:
+                raise StopIteration from None
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -445,9 +506,13 @@ class Stream:
 class AsyncStream:
     """As `Stream`, for `async for` and `async with`."""
 
-    def __init__(self, pieces: AsyncGenerator[Piece], transcript: Transcript) -> None:
+    def __init__(
+        self, pieces: AsyncGenerator[Piece], transcript: Transcript, attempts: Attempts[asyncio.Event]
+    ) -> None:
         self._pieces = pieces
         self._transcript = transcript
+        self._attempts = attempts
+        self._is_closed = False
 
     @property
     def answer(self) -> Answer:
@@ -455,14 +520,22 @@ class AsyncStream:
         return _answer_of(self._transcript)
 
     async def close(self) -> None:
-        """Cancels the request if it still runs."""
-        await self._pieces.aclose()
+        """Cancels the request if it still runs, from any task. Whoever reads it gets no further piece."""
+        self._is_closed = True
+        self._attempts.end(_STREAM_CLOSED)
+        with contextlib.suppress(RuntimeError):  # another task waits in it, and leaves it now
+            await self._pieces.aclose()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Piece:
-        return await anext(self._pieces)
+        try:
+            return await anext(self._pieces)
+        except ChairliftError:
+            if self._is_closed:
+                raise StopAsyncIteration from None
+            raise
 
     async def __aenter__(self) -> Self:
         return self
@@ -510,6 +583,14 @@ class Routers:
 
 def _patience(max_retries: int, timeout_seconds: float | None) -> Patience:
     return Patience(max_retries, None if timeout_seconds is None else time.monotonic() + timeout_seconds)
+
+
+async def _pause(attempts: Attempts[asyncio.Event], seconds: float) -> None:
+    """Lets time pass. Raises ChairliftError when the request was ended meanwhile."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await attempts.ended.wait()
+    attempts.check()
 
 
 def _conversation(

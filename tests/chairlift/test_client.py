@@ -1,6 +1,7 @@
 """Both clients against a router that does as it is told; the same tests for each."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import grpc
 import pytest
 
 import chairlift
-from chairlift import Answer, AsyncClient, ChairliftError, Client, FinishReason, Piece
+from chairlift import Answer, AsyncClient, AsyncStream, ChairliftError, Client, FinishReason, Piece, Stream
 from protos.v1 import common_pb2, router_pb2
 from rpc.errors import RequestError, abort, invalid
 from tests.chairlift.fake_router import FakeRouter, delta, finished, listening
@@ -242,6 +243,184 @@ async def test_leaving_a_stream_early_cancels_the_request(tmp_path: Path) -> Non
         async with asyncio.timeout(10):
             while router.num_cancelled < 2:  # noqa: ASYNC110 - the server's side has no event to wait for
                 await asyncio.sleep(0.01)
+
+
+class Endless(FakeRouter):
+    """Begins an answer to whatever is asked, and never ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events, self.wait = [accepted(), delta("on and on")], asyncio.Event()
+
+    async def Complete(self, request: router_pb2.GenerateRequest, context: Any) -> Any:  # noqa: N802 - the contract's
+        self.requests.append(request)
+        try:
+            await self.wait.wait()
+        finally:
+            self.num_cancelled += 1
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the server's side has no event to wait for
+            await asyncio.sleep(0.01)
+
+
+async def whole(client: Client | AsyncClient) -> Answer:
+    if isinstance(client, AsyncClient):
+        return await client.generate("Hi")
+    return await asyncio.to_thread(client.generate, "Hi")
+
+
+async def read(stream: Stream | AsyncStream) -> list[Piece]:
+    if isinstance(stream, AsyncStream):
+        return [piece async for piece in stream]
+    return await asyncio.to_thread(list, stream)
+
+
+async def streamed(client: Client | AsyncClient) -> list[Piece]:
+    return await read(client.stream("Hi"))
+
+
+async def close(one: Client | AsyncClient | Stream | AsyncStream) -> None:
+    if isinstance(one, AsyncClient | AsyncStream):
+        await one.close()
+    else:
+        await asyncio.to_thread(one.close)
+
+
+KINDS = pytest.mark.parametrize("kind", [Client, AsyncClient])
+FORMS = pytest.mark.parametrize("form", [whole, streamed])
+
+
+@KINDS
+@FORMS
+async def test_closing_the_client_cancels_what_runs_and_refuses_what_comes(
+    form: Ask, kind: type[Client | AsyncClient], tmp_path: Path
+) -> None:
+    router = Endless()
+    async with listening(router, tmp_path) as address:
+        client = kind(address)
+        asked = [asyncio.create_task(form(client)) for _ in range(3)]
+        await until(lambda: len(router.requests) == 3)
+        await close(client)
+        for one in asked:
+            with pytest.raises(ChairliftError, match="the client was closed") as raised:
+                await one
+            assert raised.value.code == "CANCELLED"
+        await until(lambda: router.num_cancelled == 3)
+        with pytest.raises(ChairliftError, match="the client was closed"):
+            await form(client)
+        await close(client)  # once more changes nothing
+    assert len(router.requests) == 3
+
+
+@KINDS
+@FORMS
+async def test_closing_the_client_ends_a_pause_before_the_next_try(
+    form: Ask, kind: type[Client | AsyncClient], tmp_path: Path
+) -> None:
+    router = Moody(([], RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_seconds=100)))
+    async with listening(router, tmp_path) as address:
+        client = kind(address)
+        asked = asyncio.create_task(form(client))
+        await until(lambda: router.requests)
+        await asyncio.sleep(0.1)  # for the refusal to arrive; before or after it, the outcome is the same
+        await close(client)
+        with pytest.raises(ChairliftError, match="the client was closed"):
+            async with asyncio.timeout(10):
+                await asked
+
+
+@KINDS
+async def test_closing_the_client_cancels_a_stream_that_nobody_reads_just_now(
+    kind: type[Client | AsyncClient], tmp_path: Path
+) -> None:
+    async def next_of(stream: Stream | AsyncStream) -> Piece:
+        return await (anext(stream) if isinstance(stream, AsyncStream) else asyncio.to_thread(next, stream))
+
+    router = Endless()
+    async with listening(router, tmp_path) as address:
+        client = kind(address)
+        stream = client.stream("Hi")
+        assert (await next_of(stream)).text == "on and on"
+        await close(client)
+        await until(lambda: router.num_cancelled)
+        with pytest.raises(ChairliftError, match="the client was closed"):
+            await next_of(stream)
+
+
+@KINDS
+async def test_a_stream_is_closed_while_another_reads_it(
+    kind: type[Client | AsyncClient], tmp_path: Path
+) -> None:
+    router = Endless()
+    async with listening(router, tmp_path) as address:
+        client = kind(address)
+        stream = client.stream("Hi")
+        reader = asyncio.create_task(read(stream))
+        await until(lambda: router.requests)
+        await asyncio.sleep(0.05)  # for the reader to wait in it; before or after, the outcome is the same
+        await close(stream)
+        assert "".join(piece.text for piece in await reader) in {"", "on and on"}
+        await until(lambda: router.num_cancelled)
+        with pytest.raises(RuntimeError, match="not come to its end"):
+            _ = stream.answer
+        assert await read(stream) == []
+        await close(stream)
+        await close(client)
+    assert len(router.requests) == 1
+
+
+@KINDS
+async def test_a_stream_that_was_closed_before_it_was_read_asks_nothing(
+    kind: type[Client | AsyncClient], tmp_path: Path
+) -> None:
+    router = Endless()
+    async with listening(router, tmp_path) as address:
+        client = kind(address)
+        stream = client.stream("Hi")
+        await close(stream)
+        assert await read(stream) == []
+        await close(client)
+    assert not router.requests
+
+
+@FORMS
+async def test_a_task_that_was_cancelled_is_cancelled_whatever_is_closed(form: Ask, tmp_path: Path) -> None:
+    router = Endless()
+    async with listening(router, tmp_path) as address:
+        client = AsyncClient(address)
+        asked = asyncio.create_task(form(client))
+        await until(lambda: router.requests)
+        asked.cancel()
+        await client.close()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+
+async def test_ctrl_c_cancels_a_whole_answer_of_a_client_that_stays_open(tmp_path: Path) -> None:
+    code = """
+import sys, chairlift
+client = chairlift.Client(sys.argv[1])
+try:
+    client.generate("Hi")
+except KeyboardInterrupt:
+    sys.stdin.read()
+"""
+    router = Endless()
+    async with listening(router, tmp_path) as address:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, address, stdin=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(60):
+            while not router.requests:  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        await until(lambda: router.num_cancelled)
+        assert process.returncode is None
+        await process.communicate(b"")
+    assert process.returncode == 0
 
 
 async def test_a_time_limit_is_the_deadline_of_the_call(tmp_path: Path) -> None:
