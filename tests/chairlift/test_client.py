@@ -19,6 +19,7 @@ from tests.chairlift.fake_router import FakeRouter, delta, finished, listening
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 LOST = RequestError(grpc.StatusCode.UNAVAILABLE, "gone")
+HELD = RequestError(grpc.StatusCode.ALREADY_EXISTS, "a request of this id is still running", "request_id")
 FULL = RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_seconds=0.02)
 
 Ask = Callable[..., Any]
@@ -119,6 +120,25 @@ async def test_a_refusal_for_load_waits_as_told_and_a_lost_router_is_tried_again
     async with listening(router, tmp_path) as address:
         assert (await ask(address, "Hi", request_id="mine")).text == "ok"
     assert [request.request_id for request in router.requests] == ["mine"] * 3
+
+
+@ALL
+async def test_its_own_request_that_the_router_has_not_missed_yet_is_waited_for(
+    ask: Ask, tmp_path: Path
+) -> None:
+    router = Moody(([], LOST), ([], HELD), ([], HELD), ([accepted(), delta("ok"), finished(STOP)], None))
+    async with listening(router, tmp_path) as address:
+        assert (await ask(address, "Hi", request_id="mine", retries=1)).text == "ok"
+    assert [request.request_id for request in router.requests] == ["mine"] * 4
+
+
+@ALL
+async def test_an_id_that_somebody_uses_is_refused_at_once(ask: Ask, tmp_path: Path) -> None:
+    router = Moody(([], HELD))
+    async with listening(router, tmp_path) as address:
+        with pytest.raises(ChairliftError, match="still running") as raised:
+            await ask(address, "Hi", request_id="mine")
+    assert (raised.value.code, len(router.requests)) == ("ALREADY_EXISTS", 1)
 
 
 @ALL
