@@ -25,7 +25,7 @@ import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, router_at
+from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, given_flags, router_at
 from chairlift.flag_files import to_write
 from chairlift.flag_numbers import positive, whole
 from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, read_trace, report, until
@@ -45,7 +45,10 @@ _EXTRAS = {"httpx2": "bench", "matplotlib": "plot"}
 
 def main(argv: list[str]) -> int:
     """Runs the load; returns the exit code."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.url is not None and (unused := given_flags(parser, options)):
+        parser.error(f"{', '.join(unused)} with --url: only one of the doors is asked; leave it out")
     try:
         if options.plot is not None:
             _library("matplotlib")  # before the load, not after it

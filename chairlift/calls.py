@@ -57,6 +57,12 @@ def from_flags(options: argparse.Namespace) -> Router:
         raise AddressError(str(error)) from error
 
 
+def given_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """Which flags of `add_flags` were given, as far as they change anything."""
+    address = [] if options.address == parser.get_default("address") else ["--address"]
+    return [*address, *tls.given_flags(parser, options)]
+
+
 def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, Router]:
     """The options, those of `add_flags` among them; a wrong one ends the process with its sentence."""
     options = parser.parse_args(argv)

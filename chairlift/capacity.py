@@ -45,9 +45,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--scheme", choices=list(SCHEMES), default="chairlift", help="who schedules")
     parser.add_argument("--json", type=to_write, metavar="FILE", help="writes what was found")
     options = parser.parse_args(argv)
+    wants_executors = options.rate is not None
+    if wants_executors and options.executors != parser.get_default("executors"):
+        parser.error("--executors beside --rate: it is what is looked for; leave one of them out")
     try:
         targets = _targets_of(options)
-        wants_executors = options.rate is not None
         if not wants_executors:
             options.rate = 1.0  # where the search begins
         choice = choice_of(options)

@@ -29,7 +29,7 @@ from rpc.address import Address, parse_list
 from rpc.cancel import heed_cancel
 from rpc.channel import connect, connect_blocking
 from rpc.errors import RequestError, StartError, from_call
-from rpc.tls import Tls, TlsFiles
+from rpc.tls import TlsFiles, of_caller
 
 DEFAULT_MAX_RETRIES = 5
 _STREAM_CLOSED = "the stream was closed"
@@ -553,7 +553,7 @@ class Routers:
         """Raises ValueError with a sentence."""
         key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
         try:
-            certificates = Tls(files) if files else None
+            certificates = of_caller(files)
         except StartError as error:
             raise ValueError(str(error)) from error
         self.all = [Router(address, certificates, key) for address in parse_list(addresses, field="address")]

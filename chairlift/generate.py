@@ -22,7 +22,10 @@ _WHY = {
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, or 1 when the call fails or the answer was cut off."""
-    options, _ = parsed(_parser(), argv)
+    parser = _parser()
+    options, _ = parsed(parser, argv)
+    if options.system is not None and not options.chat:
+        parser.error("--system without --chat: a text to continue has no system message; give --chat too")
     try:
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
         return asyncio.run(_stream(_prompt(options, text), options))

@@ -52,6 +52,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="no progress, no table")
     options = parser.parse_args(argv)
     if options.rates:
+        if options.rate is not None:
+            parser.error("--rate beside --rates: name all of them by --rates")
         options.rate = options.rates[0]
     try:
         choice = choice_of(options)

@@ -187,7 +187,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def from_flags(options: argparse.Namespace) -> Tls | None:
     """What the flags of `add_flags` say; None without any. Raises StartError."""
-    files = TlsFiles(options.tls_cert, options.tls_key, options.tls_ca, options.tls_server_name)
+    return of_caller(TlsFiles(options.tls_cert, options.tls_key, options.tls_ca, options.tls_server_name))
+
+
+def of_caller(files: TlsFiles) -> Tls | None:
+    """What a caller speaks by; None for plain text. Raises StartError."""
+    if files.server_name and not files:
+        raise StartError(
+            "--tls-server-name is given without --tls-ca: no TLS is spoken, no certificate looked at"
+        )
     return Tls(files) if files else None
 
 

@@ -118,6 +118,8 @@ def _load_of(options: argparse.Namespace) -> Load:
         raise SetupError("a load has either --trace or both --prompt and --output")
     rows = () if options.trace is None else tuple(read_trace(options.trace))
     arrivals = options.arrivals or ("trace" if rows and rows[-1].time is not None else "poisson")
+    if arrivals == "at-once" and options.rate is not None:
+        raise SetupError("requests that come all at once have no rate: leave it out, or --arrivals at-once")
     return Load(
         num_requests=options.requests,
         rows=rows,

@@ -95,6 +95,14 @@ def test_what_cannot_be_done_is_said(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [["--address", "localhost:1"], ["--tls-ca", "ca.pem"]])
+def test_one_door_is_measured(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        bench_serve.main(["--rate", "1", "--num-requests", "1", "--url", "http://127.0.0.1:1/v1", *flags])
+    assert end.value.code == 2
+    assert f"{flags[0]} with --url" in capsys.readouterr().err
+
+
 def test_without_the_library_a_picture_is_refused_before_the_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -472,6 +472,12 @@ def test_an_address_that_is_none_is_refused_at_once(kind: type[Client | AsyncCli
         kind("nowhere")
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_name_that_nobody_would_look_at_is_refused(kind: type[Client | AsyncClient]) -> None:
+    with pytest.raises(ValueError, match="given without --tls-ca: no TLS is spoken"):
+        kind("localhost:1", tls_server_name="router")
+
+
 def test_importing_the_package_loads_no_grpc_and_knows_its_names() -> None:
     code = (
         "import sys, chairlift; assert 'grpc' not in sys.modules; "

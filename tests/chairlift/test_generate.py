@@ -112,6 +112,9 @@ def test_nobody_there_is_told_with_the_address(tmp_path: Path, capsys: pytest.Ca
         (["Hi", "--tls-ca", "/no/such/file"], "--tls-ca is /no/such/file: no such file"),
         (["Hi", "--ski"], "unrecognized arguments: --ski"),
         ([], "required: prompt"),
+        (["Hi", "--system", "Speak French"], "--system without --chat: a text to continue has no system"),
+        (["Hi", "--system", ""], "--system without --chat"),
+        (["Hi", "--tls-server-name", "router"], "--tls-server-name is given without --tls-ca"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence_and_exit_code_2(

@@ -67,6 +67,8 @@ def test_a_trace_its_rhythm_and_prices_from_a_file(
         ([*SMALL], "arrivals 'poisson' need a rate"),
         ([*SMALL, "--rate", "1", "--max-num-seqs", "0"], "--max-num-seqs is 0: it must be at least 1"),
         ([*SMALL, "--rate", "1", "--executors", "1000"], "--executors is 1000: at most 64"),
+        ([*SMALL, "--rate", "1", "--arrivals", "at-once"], "come all at once have no rate"),
+        ([*SMALL, "--rates", "1,2", "--arrivals", "at-once"], "come all at once have no rate"),
     ],
 )
 def test_bad_flags_are_refused_in_a_sentence(
@@ -138,6 +140,21 @@ def test_limits_that_cannot_be_are_refused(
 ) -> None:
     assert capacity.main(args) == code
     assert complaint in capsys.readouterr().err
+
+
+def test_a_flag_that_another_would_overrule_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, args, complaint in (
+        (simulate, ["--rate", "1", "--rates", "2,3"], "--rate beside --rates"),
+        (
+            capacity,
+            ["--first-token-p50", "1", "--rate", "1", "--executors", "2"],
+            "--executors beside --rate",
+        ),
+    ):
+        with pytest.raises(SystemExit) as end:
+            command.main([*SMALL, *args])
+        assert end.value.code == 2
+        assert complaint in capsys.readouterr().err
 
 
 def test_rates_give_a_table_each_figures_by_rate_and_curves(

@@ -192,5 +192,7 @@ def test_flags_of_callers_are_variables_too(ca: Authority, monkeypatch: pytest.M
     assert given is not None
     assert given.server_name == "executor"
     assert not given.has_certificate
+    with pytest.raises(StartError, match="--tls-server-name is given without --tls-ca"):
+        parsed("--tls-server-name", "executor")
     monkeypatch.setenv("CHAIRLIFT_TLS_CA", str(ca.cert))
     assert parsed() is not None
