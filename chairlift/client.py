@@ -6,6 +6,7 @@ breaks is resumed, at the next router where there are several, and goes on where
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import threading
@@ -32,6 +33,7 @@ from rpc.errors import RequestError, StartError, from_call
 from rpc.tls import TlsFiles, of_caller
 
 DEFAULT_MAX_RETRIES = 5
+_MOST_SECONDS = 1e9  # of a time limit; gRPC takes what is longer by much, or endless, for over
 _STREAM_CLOSED = "the stream was closed"
 _TOKEN_FIELD = "resume.resume_token"  # noqa: S105 - the name of a field
 
@@ -582,7 +584,11 @@ class Routers:
 
 
 def _patience(max_retries: int, timeout_seconds: float | None) -> Patience:
-    return Patience(max_retries, None if timeout_seconds is None else time.monotonic() + timeout_seconds)
+    if timeout_seconds is None or timeout_seconds > _MOST_SECONDS:
+        return Patience(max_retries, None)
+    if math.isnan(timeout_seconds):
+        raise ValueError("timeout_seconds is nan, and must be a number of seconds, or None for no limit")
+    return Patience(max_retries, time.monotonic() + timeout_seconds)
 
 
 async def _pause(attempts: Attempts[asyncio.Event], seconds: float) -> None:

@@ -451,6 +451,16 @@ async def test_a_time_limit_is_the_deadline_of_the_call(tmp_path: Path) -> None:
     assert 8 < router.remaining_seconds[0] < 10
 
 
+@ALL
+async def test_an_endless_time_limit_is_none(ask: Ask, tmp_path: Path) -> None:
+    router = Moody(*[([accepted(), delta("ok"), finished(STOP)], None)] * 2)
+    async with listening(router, tmp_path) as address:
+        for endless in (float("inf"), 1e11):
+            assert (await ask(address, "Hi", timeout_seconds=endless)).text == "ok"
+    with pytest.raises(ValueError, match="timeout_seconds is nan"):
+        await ask(address, "Hi", timeout_seconds=float("nan"))
+
+
 async def test_a_chat_may_be_one_sentence(tmp_path: Path) -> None:
     router = Moody(*[([accepted(), delta("ok"), finished(STOP)], None)] * 2)
 
