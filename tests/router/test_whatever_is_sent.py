@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from protos.v1 import router_pb2
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router import sending
 from tests.router.stack import Start, letters
@@ -27,7 +28,7 @@ async def at_an_address(start: Start, folder: Path) -> AsyncIterator[str]:
         ["constraints", "penalties", "logit_bias", "token_lists", "prompt_logprobs", "logprobs"]
     )
     async with start(scheduler) as router:
-        request = sending.router_pb2.GenerateRequest(text="Hi")
+        request = router_pb2.GenerateRequest(text="Hi")
         request.sampling.choice.values.append("x")
         async with asyncio.timeout(100):  # until what tries constraints has started
             while not await _is_served(router.stub.Complete(request)):
