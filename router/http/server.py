@@ -128,7 +128,8 @@ class _Server(uvicorn.Server):
 class _TimedHead(H11Protocol):
     """HTTP/1.1 that cuts a connection whose next head takes too long. uvicorn times idle ones alone.
 
-    The application can end a connection at once too; `transport.close` would wait for the client.
+    The application can end a connection at once too; `transport.close` would wait for the client. It goes on
+    reading while an answer is made, or nobody would see the client hang up behind what it has sent ahead.
     """
 
     head_seconds: ClassVar = _HEAD_SECONDS
@@ -142,6 +143,17 @@ class _TimedHead(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_head()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is None or self.cycle.more_body:
+            return
+        # The request is whole. What comes behind it waits for the answer, and uvicorn pauses reading for that.
+        self.flow.resume_reading()
+        num_bytes = len(self.conn.trailing_data[0])
+        if num_bytes > MAX_HEAD_BYTES:
+            _log.info("too_far_ahead_cut", num_bytes=num_bytes)
+            self.transport.abort()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

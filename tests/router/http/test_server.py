@@ -18,7 +18,8 @@ from rpc.channel import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS
 from rpc.errors import StartError
 from rpc.tls import Tls
 from tests.rig.certificates import Authority, Pair
-from tests.router.stack import Rig, Start, eventually
+from tests.rig.scripted_scheduler import ScriptedScheduler
+from tests.router.stack import Rig, Start, eventually, letters
 
 SETTINGS = RouterSettings.model_construct(http="127.0.0.1:0", tls_ca="", max_message_bytes=1024)
 
@@ -158,6 +159,66 @@ async def test_b104_a_head_that_is_too_long_is_refused(start: Start) -> None:
             # As the pieces fall: the whole head was seen, or the server gave up before its end.
             assert answer == b"" or answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
         assert await get(address, None) == 200
+
+
+def request(body: bytes, *headers: bytes) -> bytes:
+    lines = [b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: application/json", *headers]
+    return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"", body])
+
+
+@contextlib.asynccontextmanager
+async def asked(
+    address: str, data: bytes
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that has sent this."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+@pytest.mark.parametrize(
+    ("headers", "behind"),
+    [
+        ([], b"\r\n"),
+        ([], b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"),
+        ([b"connection: upgrade", b"upgrade: h2c"], b"\r\n"),  # as Java's client asks first
+        ([], b"x" * 40_000),
+    ],
+    ids=["line", "request", "upgrade", "flood"],
+)
+async def test_b25_who_hangs_up_behind_what_it_sent_ahead_is_noticed(
+    start: Start, stream: bytes, headers: list[bytes], behind: bytes
+) -> None:
+    async with start() as rig, https(rig, None) as address:
+        body = b'{"prompt": "Hi", "stream": %s}' % stream
+        async with asked(address, request(body, *headers)) as (reader, writer):
+            submit = await rig.scheduler.submitted()
+            if stream == b"true":
+                await rig.scheduler.give(submit, [97])
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.write(behind)
+            await writer.drain()
+            await asyncio.sleep(0.05)  # the door has it
+            if len(behind) < 40_000:  # else the door itself ends the connection
+                assert not rig.scheduler.cancels
+                writer.close()
+            async with asyncio.timeout(20):
+                await rig.scheduler.until(lambda: bool(rig.scheduler.cancels))
+        await rig.quiet()
+
+
+async def test_requests_that_were_sent_ahead_are_answered_in_turn(start: Start) -> None:
+    async with start(ScriptedScheduler(script=letters("ok"))) as rig, https(rig, None) as address:
+        one = request(b'{"prompt": "Hi"}')
+        last = request(b'{"prompt": "Hi"}', b"connection: close")
+        answer = await answer_to(address, one * 20 + last)
+        assert answer.count(b"HTTP/1.1 200 ") == answer.count(b'"text":"ok"') == 21
+        await rig.quiet()
 
 
 async def test_b82_connections_of_the_network_are_pinged_by_tcp(start: Start) -> None:
