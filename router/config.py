@@ -90,7 +90,7 @@ class RouterSettings(ServiceSettings):
         gt=0,
         le=86_400,
         allow_inf_nan=False,
-        description="A client that takes nothing of its stream for this long is cut, and its request "
+        description="A client that takes nothing of its answer for this long is cut, and its request "
         "given up.",
     )
 

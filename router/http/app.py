@@ -78,7 +78,7 @@ class HttpApp:
         With `local_names_only` nobody is answered who calls it by a name of the network (`hosts`).
         """
         self._intake = intake
-        self._client_stall_seconds = client_stall_seconds
+        self.client_stall_seconds = client_stall_seconds
         self._doorkeeper = doorkeeper
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
@@ -200,7 +200,7 @@ class HttpApp:
                 body = await aside.done(lambda: encoded(answer.whole(), is_long=is_long), is_long=is_long)
                 await exchange.answer_encoded(body, headers=headers)
                 return
-            async with StallGuard(self._client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
+            async with StallGuard(self.client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
                 exchange.guard = guard
                 await exchange.begin_events(headers)
                 await exchange.events(b"".join(map(event, answer.first_chunks())))

@@ -2,14 +2,15 @@
 
 Signals, logs and draining are the process's own business; uvicorn only speaks HTTP/1.1 here. The head of a
 request must be in within 10 s of its first byte, or of the connection; how much it may hold, `app` says.
-A client that vanished without a word is noticed by TCP itself, after as long as gRPC's pings take to.
+A client of the network that vanished without a word is noticed as soon as by gRPC's pings (`peer`).
 """
 
 import asyncio
 import contextlib
 import socket
 from collections import abc
-from typing import ClassVar, Final
+from functools import partial
+from typing import Any, ClassVar, Final
 
 import h11
 import structlog
@@ -19,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from router.http.app import MAX_HEAD_BYTES, HttpApp
 from router.http.exchange import ABORT
-from rpc.channel import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS
+from router.http.peer import LOOK_SECONDS, Peer, pinged
 from rpc.listening import bound_socket
 from rpc.metrics import counters
 from rpc.tls import Tls
@@ -56,7 +57,7 @@ class HttpDoor:
         """Begins to listen; returns the address with the port that was taken. Raises StartError."""
         taken, address = bound_socket(self._listen, field="--http")
         if address.unix_path is None:
-            _watch_over(taken)
+            pinged(taken)
         tls = self._tls if address.unix_path is None else None
         context = None
         if tls is not None:
@@ -64,7 +65,7 @@ class HttpDoor:
         self._server = _Server(
             uvicorn.Config(
                 self._app.asgi,
-                http=_TimedHead,
+                http=partial(_Connection, stall_seconds=self._app.client_stall_seconds),  # type: ignore[arg-type]  # it makes one
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -105,17 +106,6 @@ class HttpDoor:
         self._serving.result()
 
 
-def _watch_over(listening: socket.socket) -> None:
-    """Has its connections, which inherit this, end when their other side does not answer any more."""
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_TIMEOUT_SECONDS)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
-    # While bytes are on the way TCP does not ping: this is for them.
-    patience = (KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT_SECONDS) * 1000
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
-
-
 class _Server(uvicorn.Server):
     """Leaves the process's signals alone."""
 
@@ -125,20 +115,31 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _TimedHead(H11Protocol):
-    """HTTP/1.1 that cuts a connection whose next head takes too long. uvicorn times idle ones alone.
+class _Connection(H11Protocol):
+    """HTTP/1.1 on one connection, which is cut when a head takes too long: uvicorn times idle ones alone.
 
-    The application can end a connection at once too; `transport.close` would wait for the client. It goes on
-    reading while an answer is made, or nobody would see the client hang up behind what it has sent ahead.
+    It is cut too when a client of the network vanishes, or takes nothing for `stall_seconds`, and when the
+    application says so: at once, where `transport.close` would wait for the client. It goes on reading while
+    an answer is made, or nobody would see the client hang up behind what it has sent ahead.
     """
 
     head_seconds: ClassVar = _HEAD_SECONDS
+    look_seconds: ClassVar = LOOK_SECONDS
     _cut: asyncio.TimerHandle | None = None
+    _look: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, stall_seconds: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stall_seconds = stall_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         self.app_state = {**self.app_state, ABORT: transport.abort}
         self._cut = self.loop.call_later(self.head_seconds, self._too_slow)
+        connection = transport.get_extra_info("socket")
+        if connection.family != socket.AF_UNIX:
+            peer = Peer(connection, stall_seconds=self._stall_seconds, now=self.loop.time())
+            self._look = self.loop.call_later(self.look_seconds, self._look_at, peer)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -148,7 +149,7 @@ class _TimedHead(H11Protocol):
         super().handle_events()
         if self.cycle is None or self.cycle.more_body:
             return
-        # The request is whole. What comes behind it waits for the answer, and uvicorn pauses reading for that.
+        # The request is whole. What comes behind it waits for the answer, for which uvicorn pauses reading.
         self.flow.resume_reading()
         num_bytes = len(self.conn.trailing_data[0])
         if num_bytes > MAX_HEAD_BYTES:
@@ -161,6 +162,8 @@ class _TimedHead(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_cut()
+        if self._look is not None:
+            self._look.cancel()
         super().connection_lost(exc)
 
     def _watch_head(self) -> None:
@@ -173,6 +176,14 @@ class _TimedHead(H11Protocol):
         if self._cut is not None:
             self._cut.cancel()
             self._cut = None
+
+    def _look_at(self, peer: Peer) -> None:
+        fault = peer.fault(self.loop.time())
+        if fault is None:
+            self._look = self.loop.call_later(self.look_seconds, self._look_at, peer)
+            return
+        _log.info(fault.value)
+        self.transport.abort()
 
     def _too_slow(self) -> None:
         _log.info("slow_head_cut", seconds=self.head_seconds)
