@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router import aside, keys
-from router.call import INLINE_NUMBERS, News, num_numbers
+from router.call import INLINE_NUMBERS, Call, News, PromptSeen, num_numbers
 from router.http import description, errors, hosts, page
 from router.http.answers import Answer
 from router.http.asked import Asked, Detokenizing, ForcedFunction, OfferedTools, Tokenizing
@@ -202,10 +202,12 @@ class HttpApp:
                 return
             async with StallGuard(self.client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
                 exchange.guard = guard
+                news = await _first_of_outputs(call)
                 await exchange.begin_events(headers)
                 await exchange.events(b"".join(map(event, answer.first_chunks())))
-                while news := await call.news():
+                while news:
                     await exchange.events(await _told(answer, news))
+                    news = await call.news()
                 if asked.include_usage:
                     await exchange.events(event(answer.usage_chunk()))
                 await exchange.end_events()
@@ -308,6 +310,14 @@ async def _describe(exchange: Exchange) -> None:
 @cache
 def _description() -> bytes:
     return encoded(description.described())
+
+
+async def _first_of_outputs(call: Call) -> list[News]:
+    """All news up to a first token: until then a failure is the status of the response."""
+    news = await call.news()
+    while all(isinstance(item, PromptSeen) for item in news):
+        news += await call.news()
+    return news
 
 
 async def _told(answer: Answer, news: list[News]) -> bytes:

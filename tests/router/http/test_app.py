@@ -557,10 +557,40 @@ async def test_b75_an_error_never_looks_like_a_finished_answer(
 
 
 @DOORS
+async def test_b76_a_failure_before_the_first_token_is_the_status_of_a_stream_too(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    """Whatever fails: the request has been taken in, and its prompt begun."""
+
+    async def failed(
+        rig: HttpRig, count: int, **asked: Any
+    ) -> tuple[asyncio.Task[Any], scheduler_pb2.Submit]:
+        call = asyncio.create_task(rig.error(path, **body, stream=True, **asked))
+        submit = await rig.scheduler.submitted(count)
+        await rig.scheduler.give(submit, [])
+        return call, submit
+
+    async with serve() as rig:
+        call, submit = await failed(rig, 1)
+        await rig.scheduler.give(submit, [], finish=ERROR, message="the logits are NaN", status_code=13)
+        status, error = await call
+        assert (status, error["message"]) == (500, "the logits are NaN")
+        call, _ = await failed(rig, 2, timeout=0.3)
+        status, error = await call
+        assert (status, error["code"]) == (408, "timeout")
+        call, _ = await failed(rig, 3)
+        await rig.door.stop()
+        assert (await call)[0] == 503
+        await rig.router.quiet()
+
+
+@DOORS
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("taken_in", [False, True])
+@pytest.mark.parametrize(
+    ("taken_in", "token_ids"), [(False, []), (True, []), (True, [97] * 3)], ids=["sent", "begun", "answered"]
+)
 async def test_b25_b26_b29_b31_a_client_that_hangs_up_gives_up_every_choice(
-    serve: Serve, path: str, body: dict[str, Any], stream: bool, taken_in: bool
+    serve: Serve, path: str, body: dict[str, Any], stream: bool, taken_in: bool, token_ids: list[int]
 ) -> None:
     scheduler = ScriptedScheduler()
     scheduler.accepts = taken_in
@@ -568,7 +598,7 @@ async def test_b25_b26_b29_b31_a_client_that_hangs_up_gives_up_every_choice(
         call = asyncio.create_task(rig.post(path, **body, n=3, stream=stream))
         await rig.scheduler.submitted(3)
         if taken_in:
-            await rig.scheduler.give(rig.scheduler.submits[0], [97] * 3)
+            await rig.scheduler.give(rig.scheduler.submits[0], token_ids)
         call.cancel()
         await rig.scheduler.until(lambda: len(rig.scheduler.cancels) == 3)
         await rig.router.quiet()
