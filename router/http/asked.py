@@ -13,7 +13,7 @@ import grpc
 
 from router.chat import ChatMessage, ToolCall
 from router.constraints import Choice, Constraint, JsonSchema, Regex, field_of
-from router.http.fields import Fields, checked, wholes
+from router.http.fields import Fields, checked, shown, wholes
 from router.validation import (
     MAX_CHAT_MESSAGES,
     MAX_TOOL_CALLS,
@@ -30,6 +30,11 @@ MAX_TOKEN_ID_DIGITS: Final = 18
 MAX_TIMEOUT_SECONDS: Final = 86_400.0
 # Room for the number that is put behind the id of a call to name one prompt of several.
 MAX_REQUEST_ID_CHARACTERS: Final = 124
+# What stands behind these words of JSON schema is no schema, or has schemas behind names of the client's own.
+_KEYWORDS_OF_DATA: Final = frozenset({"const", "enum", "default", "examples"})
+_KEYWORDS_OF_NAMES: Final = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,16 +512,23 @@ def _any_of(tools: list[Any]) -> OfferedTools:
 def _moved(schema: Any, to: str) -> Any:
     """A schema that stands within another at `to`: what it calls its root is there."""
     match schema:
+        case {"$id": _}:  # the root of its own references
+            return schema
         case dict():
-            return {
-                name: to + value[1:]
-                if name == "$ref" and isinstance(value, str) and value.startswith("#")
-                else _moved(value, to)
-                for name, value in schema.items()
-            }
+            return {name: _moved_keyword(name, value, to) for name, value in schema.items()}
         case list():
             return [_moved(entry, to) for entry in schema]
     return schema
+
+
+def _moved_keyword(name: str, value: Any, to: str) -> Any:
+    if name in _KEYWORDS_OF_DATA:
+        return value
+    if name in _KEYWORDS_OF_NAMES and isinstance(value, dict):  # the names within are the client's own
+        return {own: _moved(schema, to) for own, schema in value.items()}
+    if name == "$ref" and isinstance(value, str) and value.startswith("#"):
+        return to + value[1:]
+    return _moved(value, to)
 
 
 def _signature(tools: list[Any], position: int) -> tuple[str, dict[str, Any]]:
@@ -526,9 +538,12 @@ def _signature(tools: list[Any], position: int) -> tuple[str, dict[str, Any]]:
     name, parameters = function.text("name"), function.value("parameters")
     if not name:
         raise invalid(function.path_of("name"), f"{function.path_of('name')} is missing")
-    return name, checked(
-        {"type": "object"} if parameters is None else parameters, dict, "a JSON schema", path
-    )
+    parameters = {} if parameters is None else checked(parameters, dict, "a JSON schema", path)
+    kind = parameters.get("type", "object")
+    if kind != "object":
+        where = function.path_of("parameters")
+        raise invalid(where, f"{where} is of type {shown(kind)}; the arguments of a call are an object")
+    return name, {"type": "object", **parameters}
 
 
 def _where_held(tool_use: ForcedFunction | OfferedTools) -> str:

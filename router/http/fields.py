@@ -40,7 +40,7 @@ def parsed(body: bytes) -> "Fields":
     if _SURROGATE_ESCAPE.search(text):
         _refuse_lone_surrogates(value, "")
     if not isinstance(value, dict):
-        raise invalid("", f"the body is {_shown(value)}; it must be a JSON object")
+        raise invalid("", f"the body is {shown(value)}; it must be a JSON object")
     return Fields(value)
 
 
@@ -140,7 +140,7 @@ def whole(value: object, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         _wrong(path, value, "a whole number")
     if not MIN_INT <= value <= MAX_INT:
-        raise invalid(path, f"{path} is {_shown(value)}; whole numbers go from {MIN_INT} to {MAX_INT}")
+        raise invalid(path, f"{path} is {shown(value)}; whole numbers go from {MIN_INT} to {MAX_INT}")
     return value
 
 
@@ -158,16 +158,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise invalid("", f"{_shown(name)} stands twice in one object of the body; say it once")
+                raise invalid("", f"{shown(name)} stands twice in one object of the body; say it once")
             seen.add(name)
     return values
 
 
 def _wrong(path: str, value: object, expected: str) -> NoReturn:
-    raise invalid(path, f"{path} is {_shown(value)}; it must be {expected}")
+    raise invalid(path, f"{path} is {shown(value)}; it must be {expected}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A client's value in an error sentence: as JSON writes it, cut when long."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"

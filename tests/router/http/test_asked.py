@@ -431,6 +431,46 @@ def test_one_of_several_tools_must_be_called_with_what_its_schema_calls_its_root
     assert asked.names["sampling.json_schema"] == "tools"
 
 
+@pytest.mark.parametrize("parameters", [{}, {"properties": {"a": {"type": "string"}}}, None])
+def test_arguments_of_a_call_are_an_object_where_the_schema_does_not_say_so(parameters: object) -> None:
+    """So that what the output is held to is a call."""
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    for call in (
+        chat(tools=tools, tool_choice="required"),
+        chat(tools=[WEATHER, *tools], tool_choice={"type": "function", "function": {"name": "f"}}),
+        chat(tools=[WEATHER, *tools], tool_choice="required"),
+    ):
+        constraint = call.requests[0].sampling.constraint
+        assert isinstance(constraint, JsonSchema)
+        schema = json.loads(constraint.text)
+        if "anyOf" in schema:
+            schema = schema["anyOf"][1]["properties"]["arguments"]
+        assert schema == {"type": "object", **(parameters or {})}  # type: ignore[dict-item]
+
+
+def test_data_in_a_schema_stays_as_it_is_when_the_schema_is_moved() -> None:
+    data = {"$ref": "#/as/it/is"}
+    parameters = {
+        "type": "object",
+        "properties": {
+            "const": {"$ref": "#/$defs/a"},  # names of the client's own, whatever they are
+            "enum": {"enum": [data]},
+            "default": {"const": data, "default": data, "examples": [data]},
+            "elsewhere": {"$id": "http://example.com/a", **data},
+        },
+        "$defs": {"a": {}, "enum": {"$ref": "#/$defs/a"}},
+    }
+    tools = [{"function": {"name": "f", "parameters": parameters}}, WEATHER]
+    constraint = chat(tools=tools, tool_choice="required").requests[0].sampling.constraint
+    assert isinstance(constraint, JsonSchema)
+    there = {"$ref": "#/anyOf/0/properties/arguments/$defs/a"}
+    assert json.loads(constraint.text)["anyOf"][0]["properties"]["arguments"] == {
+        **parameters,
+        "properties": {**parameters["properties"], "const": there},  # type: ignore[dict-item]
+        "$defs": {"a": {}, "enum": there},
+    }
+
+
 def test_a_schema_that_is_nested_too_deeply_is_refused_by_name() -> None:
     schema: dict[str, object] = {}
     for _ in range(5000):
@@ -472,6 +512,16 @@ def test_calls_are_looked_for_where_tools_are_offered_and_the_output_is_free(
         ([WEATHER, {"type": "function"}], "required", "tools[1].function"),
         ([{"function": {}}], "required", "tools[0].function.name"),
         ([{"function": {"name": "f", "parameters": []}}], "required", "tools[0]"),
+        (
+            [{"function": {"name": "f", "parameters": {"type": "array"}}}],
+            {"type": "function", "function": {"name": "f"}},
+            "tools[0].function.parameters",
+        ),
+        (
+            [WEATHER, {"function": {"name": "f", "parameters": {"type": ["object", "null"]}}}],
+            "required",
+            "tools[1].function.parameters",
+        ),
     ],
 )
 def test_other_choices_of_tools_are_refused_by_name(tools: list[object], choice: object, field: str) -> None:
