@@ -228,7 +228,10 @@ def check_model(model: str, served: str) -> None:
 
 
 def check_request_id(request_id: str) -> None:
-    """Refuses an id that could not be written into a log line. Empty means absent. Raises RequestError."""
+    """Refuses an id that could not be written into a log line, or a header. Empty means absent.
+
+    Raises RequestError, INVALID_ARGUMENT.
+    """
     if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise invalid(
             "request_id",
@@ -236,6 +239,10 @@ def check_request_id(request_id: str) -> None:
         )
     if not (request_id.isascii() and request_id.isprintable()):
         raise invalid("request_id", f"request_id is {_shown(request_id)}; only printable ASCII is allowed")
+    if request_id != request_id.strip(" "):
+        raise invalid(
+            "request_id", f"request_id is {_shown(request_id)}; it must not begin or end with a space"
+        )
 
 
 def checked(request: GenerateRequest, *, model: str, limits: Limits) -> CheckedRequest:

@@ -43,8 +43,8 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The client's name for it, 1 to 128 printable ASCII characters; absent: the router makes one. While a
-    request of this id runs, a second one gets ALREADY_EXISTS.
+    """The client's name for it, 1 to 128 printable ASCII characters, the first and the last no space; absent:
+    the router makes one. While a request of this id runs, a second one gets ALREADY_EXISTS.
     """
     model: _builtins.str
     """The model's name as GetModel gives it; empty means the one that is served. Any other: NOT_FOUND."""

@@ -179,7 +179,7 @@ _COMMON: Final[Schema] = {
     "request_id": {
         "type": "string",
         "maxLength": asked.MAX_REQUEST_ID_CHARACTERS,
-        "pattern": "^[ -~]*$",
+        "pattern": "^([!-~]([ -~]*[!-~])?)?$",  # a header of the answer has it
     },
     "timeout": _about(_above(0, asked.MAX_TIMEOUT_SECONDS), "Seconds"),
     "user": _about(_TEXT, "Taken, and used for nothing"),

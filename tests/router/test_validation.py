@@ -449,7 +449,7 @@ def test_a_long_name_of_a_model_is_not_echoed_whole() -> None:
     assert len(refusal(GenerateRequest(model="x" * 10**6, prompt="p")).message) < 300
 
 
-@pytest.mark.parametrize("request_id", ["a" * 129, "a\nb", "é", "\x7f", "a\0"])
+@pytest.mark.parametrize("request_id", ["a" * 129, "a\nb", "é", "\x7f", "a\0", " a", "a ", " "])
 def test_request_ids_that_would_spoil_a_log_line_are_refused(request_id: str) -> None:
     assert_refused(refusal(GenerateRequest(request_id=request_id, prompt="p")), "request_id")
 

@@ -226,6 +226,8 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("priority", "priority", {"priority": 1001}),
     ("cache_salt", "cache_salt", {"cache_salt": "x" * 129}),
     ("request_id", "request_id", {"request_id": "é"}),
+    ("request_id", "request_id", {"request_id": " a"}),
+    ("request_id", "request_id", {"request_id": "a "}),
 ]
 
 
