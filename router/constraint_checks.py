@@ -1,13 +1,15 @@
 """Asks, before a request is taken in, whether its output can be held to what it wants.
 
-The trial runs in a process of its own (`constraint_worker`), which is killed when it takes too long or too
-much: whatever a client sends, the event loop goes on and the router's memory stays. Answers are kept, for
-programs send the same schema with each request. The processes are started when they are first needed.
+The trial runs in a process of its own (`constraint_worker`), which ends when it computes too long or takes
+too much: whatever a client sends, the event loop goes on and the router's memory stays. What is said of the
+constraint is kept, for programs send the same schema with each request; what befell its trial is not. The
+processes are started when they are first needed.
 """
 
 import asyncio
 import hashlib
 import json
+import signal
 from collections import OrderedDict
 from typing import Any, Final
 
@@ -15,16 +17,18 @@ import grpc
 import structlog
 
 from router.constraints import Choice, Constraint, JsonSchema, Regex, field_of
-from router.worker_processes import WorkerProcesses, kill
+from router.worker_processes import WorkerProcesses
 from rpc.errors import RequestError, invalid
 
-MAX_SECONDS: Final = 2.0
-"""For one trial, the process being there."""
+MAX_SECONDS: Final = 10.0
+"""For one trial, the process being there: it computes for less, so this is a machine that is busy."""
 MAX_WAITING: Final = 256
 _NUM_PROCESSES: Final = 2
 _MAX_KEPT: Final = 1024
 _MAX_LINE_BYTES: Final = 1 << 20
 _RETRY_AFTER_SECONDS: Final = 1.0
+# The system that lacks memory, and operators; whatever else a process dies of, it has done itself.
+_ENDED_BY_OTHERS: Final = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 
 _log = structlog.get_logger()
 
@@ -44,7 +48,7 @@ class ConstraintChecks:
         """Returns when an output can be held to the constraint, whose form is right.
 
         Raises RequestError: INVALID_ARGUMENT with the library's reason, RESOURCE_EXHAUSTED when too many
-        wait.
+        wait, UNAVAILABLE when it cannot be known now.
         """
         asked = json.dumps(_as_asked(constraint))
         key = hashlib.sha256(asked.encode()).digest()
@@ -61,10 +65,13 @@ class ConstraintChecks:
             if len(self._faults) > _MAX_KEPT:
                 self._faults.popitem(last=False)
         self._faults.move_to_end(key)
-        fault = await asyncio.shield(trial)  # others may wait for it too
+        field = field_of(constraint)
+        try:
+            fault = await asyncio.shield(trial)  # others may wait for it too
+        except _DiedError as error:
+            raise _unkept(field, str(error)) from error
         if fault is not None:
-            field = field_of(constraint)
-            raise invalid(field, f"{field} cannot be kept to: {fault}")
+            raise _unkept(field, fault)
 
     async def close(self) -> None:
         """Ends the processes; returns when they have ended."""
@@ -78,27 +85,45 @@ class ConstraintChecks:
             async with self._processes.one() as process:
                 assert process.stdin is not None
                 assert process.stdout is not None
-                try:
-                    async with asyncio.timeout(self._max_seconds):
-                        process.stdin.write(asked.encode() + b"\n")
-                        line = await process.stdout.readline()
-                except TimeoutError:
-                    await kill(process)
-                    return f"it takes longer than {self._max_seconds:g} seconds to build; make it simpler"
-                if not line:
-                    await kill(process)
-                    return "it takes too much memory to build; make it simpler"
-                fault: str | None = json.loads(line)
-                return fault
-        except (OSError, RuntimeError) as error:  # none comes up, or it has ended before it was asked
-            _log.error("constraint_not_checked", error=str(error))
+                async with asyncio.timeout(self._max_seconds):
+                    process.stdin.write(asked.encode() + b"\n")
+                    line = await process.stdout.readline()
+                    return _fault(line) if line else _fault_of_the_dead(await process.wait())
+        except (OSError, RuntimeError) as error:  # none comes up, or answers in time; or it was ended
+            _log.error("constraint_not_checked", error=repr(error))
             raise _cannot_check() from error
         finally:
             self._num_waiting -= 1
 
 
+class _DiedError(Exception):
+    """The trial ended by the constraint's doing, perhaps; the text is the rest of a sentence."""
+
+
+def _fault(line: bytes) -> str | None:
+    fault: str | None = json.loads(line)
+    return fault
+
+
+def _fault_of_the_dead(exit_code: int) -> str:
+    """What a process's end tells of what it tried. Raises _DiedError, and RuntimeError if it was ended."""
+    if exit_code == -signal.SIGXCPU:  # the limit that it has put on itself
+        return "it takes too long to build; make it simpler"
+    if exit_code in _ENDED_BY_OTHERS:
+        raise RuntimeError(f"the process that tried it was ended ({exit_code})")
+    raise _DiedError("it takes too much memory to build; make it simpler")
+
+
+def _unkept(field: str, why: str) -> RequestError:
+    return invalid(field, f"{field} cannot be kept to: {why}")
+
+
 def _cannot_check() -> RequestError:
-    return RequestError(grpc.StatusCode.UNAVAILABLE, "constraints cannot be checked now; try again")
+    return RequestError(
+        grpc.StatusCode.UNAVAILABLE,
+        "constraints cannot be checked now; try again",
+        retry_after_seconds=_RETRY_AFTER_SECONDS,
+    )
 
 
 def _as_asked(constraint: Constraint) -> list[Any]:

@@ -3,14 +3,17 @@
 A line of JSON in, `[kind, value]`; a line of JSON out, what is wrong with it as the rest of a sentence, or
 null. The library is the executor's, with the same limits, on a vocabulary of single bytes: what it builds
 must build, and stay within the limits for a while of going on at random. The process ends when its input
-does. Its memory is limited; its time by whoever started it (`constraint_checks`).
+does. Its memory is limited, and what it computes: a trial that exceeds that ends the process.
 """
 
+import contextlib
 import json
+import math
 import random
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 import llguidance
@@ -30,6 +33,8 @@ WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,20}"
 MAX_MEMORY_BYTES: Final = 1 << 30
 MAX_CPU_SECONDS: Final = 0.25
 """For the whole trial, and so for any step of it: a step of the executor waits for its masks."""
+MAX_BUILD_SECONDS: Final = 1
+"""Of the processor, for what the library does in one call, or one more: the system counts whole ones."""
 _MAX_STEPS: Final = 48
 _END: Final = 256
 
@@ -91,16 +96,31 @@ def _in_one_line(error: str) -> str:
     return reason[:300] if " " in reason else "nothing can match it"  # a bare name is that of an inner state
 
 
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Has the system end the process, by a signal of its own (SIGXCPU), when this computes too long."""
+    _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
+    until = math.ceil(time.process_time()) + MAX_BUILD_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (until, hardest))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, (hardest, hardest))
+
+
 def main() -> None:
     """Answers until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     vocabulary = llguidance.TokenizerWrapper(_Bytes())
     tokenizer = llguidance.LLTokenizer(vocabulary, n_vocab=_END + 1, eos_token=_END)
     sys.stdout.write("ready\n")  # as `worker_processes` waits for it
     sys.stdout.flush()
     for line in sys.stdin:
         kind, value = json.loads(line)
-        sys.stdout.write(json.dumps(fault(kind, value, tokenizer)) + "\n")
+        with _bounded():
+            answer = fault(kind, value, tokenizer)
+        sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -52,13 +53,51 @@ async def test_b99_b100_what_cannot_is_refused_with_the_librarys_reason(
             assert "\n" not in caught.value.message
 
 
-async def test_a_trial_that_takes_too_long_is_killed_and_the_next_one_goes_well() -> None:
+async def test_a_trial_that_had_no_time_says_nothing_of_its_constraint() -> None:
+    """As on a machine that has too much to do."""
+    constraint = Regex("(a{1000}){1000}")
     async with checks(max_seconds=0.0) as opened:
-        with pytest.raises(RequestError, match="takes longer than 0 seconds"):
-            await opened.check(Regex("(a{1000}){1000}"))
+        with pytest.raises(RequestError, match="cannot be checked now; try again") as failed:
+            await opened.check(constraint)
+        assert failed.value.code is grpc.StatusCode.UNAVAILABLE
+        assert failed.value.retry_after_seconds
         assert not opened._processes.idle
         opened._max_seconds = 30.0
+        with pytest.raises(RequestError, match=r"too many expressions|takes too long") as refused:
+            await opened.check(constraint)
+        assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
         await opened.check(Regex("a"))
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "why", "num_trials"),
+    [
+        ("killed", grpc.StatusCode.UNAVAILABLE, "cannot be checked now", 2),
+        (
+            "aborted",
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "sampling.regex cannot be kept to: it takes too much",
+            2,
+        ),
+        ("busy", grpc.StatusCode.INVALID_ARGUMENT, "takes too long to build", 1),
+    ],
+)
+async def test_what_befell_a_trial_is_not_kept_but_that_it_computes_too_long(
+    tmp_path: Path, how: str, code: grpc.StatusCode, why: str, num_trials: int
+) -> None:
+    trials = tmp_path / "trials"
+    constraint = Regex(f"{how}:{trials}")
+    async with checks() as opened:
+        opened._processes._module = "tests.router.dying_constraint_worker"
+        with pytest.raises(RequestError, match=why) as first:
+            await opened.check(constraint)
+        assert first.value.code is code
+        if num_trials == 1:
+            with pytest.raises(RequestError, match=why):
+                await opened.check(constraint)
+        else:
+            await opened.check(constraint)
+        assert len(trials.read_text()) == num_trials
 
 
 async def test_equal_constraints_are_tried_once() -> None:
