@@ -630,6 +630,8 @@ def _tool(value: object, position: int) -> str:
 def _json_text(value: dict[str, Any], path: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError as error:
+        raise invalid(path, f"{path} is nested too deeply") from error
     except ValueError as error:
         raise invalid(path, f"{path} holds a number that is not finite") from error
 

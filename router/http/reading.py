@@ -17,8 +17,7 @@ import grpc
 import structlog
 
 from router.http.asked import Asked, Detokenizing
-from router.http.fields import parsed
-from router.http.reading_worker import LENGTH_BYTES, READERS
+from router.http.reading_worker import LENGTH_BYTES, read
 from router.worker_processes import WorkerProcesses
 from rpc.errors import RequestError
 
@@ -50,8 +49,8 @@ class Bodies:
             return await self._read_in_a_process(kind, pieces, num_bytes, max_total_tokens)
         body = b"".join(pieces)
         if num_bytes > INLINE_BYTES:
-            return await asyncio.to_thread(lambda: READERS[kind](parsed(body)))
-        return READERS[kind](parsed(body))
+            return await asyncio.to_thread(read, kind, body)
+        return read(kind, body)
 
     async def close(self) -> None:
         """Ends the processes; returns when they have ended."""

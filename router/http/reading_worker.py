@@ -21,7 +21,7 @@ from router.http.asked import Asked, Detokenizing
 from router.http.fields import Fields, parsed
 from router.validation import Limits
 from router.worker_processes import READY
-from rpc.errors import RequestError
+from rpc.errors import RequestError, invalid
 
 MAX_MEMORY_BYTES: Final = 2 << 30
 LENGTH_BYTES: Final = 8
@@ -34,10 +34,18 @@ READERS: Final[dict[str, abc.Callable[[Fields], Any]]] = {
 }
 
 
+def read(kind: str, body: bytes) -> Any:
+    """What `asked` makes of a body of this kind. Raises RequestError."""
+    try:
+        return READERS[kind](parsed(body))
+    except RecursionError as error:  # of whatever looks into it
+        raise invalid("", "the body is nested too deeply") from error
+
+
 def answer(kind: str, body: bytes, max_total_tokens: int) -> list[Any]:
     """The values of the frames."""
     try:
-        value = READERS[kind](parsed(body))
+        value = read(kind, body)
         prompts = _parts(value, Limits(max_total_tokens=max_total_tokens, vocab_size=0))
     except RequestError as error:
         return [("refused", error.code.name, error.message, error.field)]

@@ -88,6 +88,30 @@ async def test_refusals_are_the_same_at_every_length(num_bytes: int) -> None:
         assert await read(opened, "chat", {"messages": [HI]}), "and it goes on"
 
 
+@pytest.mark.parametrize("num_bytes", [0, INLINE_BYTES, THREAD_BYTES])
+@pytest.mark.parametrize(
+    ("kind", "before", "behind"),
+    [
+        ("chat", '"messages": [], "json_schema": {"a": ', "}"),
+        ("chat", '"messages": [], "tools": [{"function": {"name": "f", "parameters": {"a": ', "}}}]"),
+        ("chat", '"messages": [], "chat_template_kwargs": {"a": ', "}"),
+        ("completion", r'"prompt": "\ud83d\ude00", "metadata": {"a": ', "}"),
+    ],
+    ids=["schema", "tools", "kwargs", "metadata"],
+)
+async def test_nothing_is_too_deep_to_be_told_so(kind: str, before: str, behind: str, num_bytes: int) -> None:
+    """The depth at which one step of the reading gives up is not that of another."""
+    told = []
+    async with bodies() as opened:
+        for depth in range(900, 1000):
+            body = "{" + before + "[" * depth + "]" * depth + behind + "}" + " " * num_bytes
+            try:
+                await opened.read(kind, [body.encode()], ROOM)
+            except RequestError as error:
+                told.append((error.code, error.message.partition(" is ")[2]))
+    assert set(told) == {(grpc.StatusCode.INVALID_ARGUMENT, "nested too deeply")}
+
+
 async def test_too_many_ids_are_refused_before_they_come_back() -> None:
     async with bodies() as opened:
         with pytest.raises(RequestError, match="the prompt has 1000001 tokens") as raised:
