@@ -15,6 +15,8 @@ MAX_SCHEMA_BYTES: Final = 64 * 1024
 MAX_REGEX_CHARACTERS: Final = 4096
 MAX_CHOICES: Final = 1024
 MAX_CHOICE_CHARACTERS: Final = 256
+# The one character that the library's texts cannot have as it is.
+_DELETE: Final = "\x7f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,13 @@ def checked_form(constraint: Constraint) -> Constraint:
         case Choice(values):
             _check_count(field, field, len(values), MAX_CHOICES, "values")
             for position, value in enumerate(values):
-                _check_count(field, f"{field}[{position}]", len(value), MAX_CHOICE_CHARACTERS, "characters")
+                where = f"{field}[{position}]"
+                _check_count(field, where, len(value), MAX_CHOICE_CHARACTERS, "characters")
+                if _DELETE in value:
+                    raise invalid(
+                        field,
+                        f"{where} holds the control character U+007F, which no choice can have; leave it out",
+                    )
             return Choice(tuple(values))
     return constraint
 

@@ -46,7 +46,7 @@ def invalid(field: str, message: str) -> RequestError:
 
 def status_of(error: RequestError) -> grpc.Status:
     """The gRPC status of a refusal, with google.rpc details."""
-    message = _shortened(error.message)
+    message = shortened(error.message)
     status = status_pb2.Status(code=error.code.value[0], message=message)
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
@@ -56,6 +56,14 @@ def status_of(error: RequestError) -> grpc.Status:
         delay.FromMilliseconds(round(error.retry_after_seconds * 1000))
         _attach(status, error_details_pb2.RetryInfo(retry_delay=delay))
     return rpc_status.to_status(status)
+
+
+def shortened(message: str) -> str:
+    """What of a message goes out: whatever a client sent may stand in it."""
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= MAX_MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[: MAX_MESSAGE_BYTES - 4].decode(errors="ignore") + " …"
 
 
 async def abort(context: "grpc.aio.ServicerContext[object, object]", error: RequestError) -> NoReturn:
@@ -89,10 +97,3 @@ def _attach(
     packed = any_pb2.Any()
     packed.Pack(detail)
     status.details.append(packed)
-
-
-def _shortened(message: str) -> str:
-    encoded = message.encode(errors="replace")
-    if len(encoded) <= MAX_MESSAGE_BYTES:
-        return encoded.decode()
-    return encoded[: MAX_MESSAGE_BYTES - 4].decode(errors="ignore") + " …"

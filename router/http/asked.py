@@ -228,10 +228,12 @@ def _asked(
         )
     for name in ("user", "safety_identifier", "prompt_cache_key"):
         body.text(name)  # for OpenAI's own records; nothing here depends on it
-    body.fields("metadata")  # likewise
+    metadata = body.value("metadata")  # likewise; it is JSON or refused, as all of a body
+    if metadata is not None:
+        _json_text(checked(metadata, dict, "an object", "metadata"), "metadata")
     _only("store", body.flag("store"), served=False)
     if (tier := body.text("service_tier")) not in {None, "auto", "default"}:
-        raise _unserved("service_tier", f"service_tier is {json.dumps(tier)[:64]}; it is auto or default")
+        raise _unserved("service_tier", f"service_tier is {shown(tier)}; it is auto or default")
     asked = Asked(
         requests=tuple(replace(request, prompt=prompt) for prompt in prompts),
         stream=stream,
@@ -370,7 +372,7 @@ def _of_response_format(response_format: Fields) -> list[tuple[str, Constraint]]
         case kind:
             raise _unserved(
                 "response_format.type",
-                f"response_format.type is {json.dumps(kind)[:64]}; it is text, json_object or json_schema",
+                f"response_format.type is {shown(kind)}; it is text, json_object or json_schema",
             )
 
 
@@ -465,7 +467,7 @@ def _tool_use(body: Fields) -> ForcedFunction | OfferedTools | None:
             for position, tool in enumerate(tools):
                 if isinstance(tool, dict) and _function(tool, position).value("name") == name:
                     return _forced(tools, position, "stop")
-            raise invalid("tool_choice", f"tool_choice names {json.dumps(name)[:64]}, which is none of tools")
+            raise invalid("tool_choice", f"tool_choice names {shown(name)}, which is none of tools")
         case _:
             raise _unserved(
                 "tool_choice", "tool_choice is supported as auto, none, required, or the name of a function"
@@ -615,7 +617,7 @@ def _part(value: object, path: str) -> str:
     part = Fields(checked(value, dict, "an object", path), path)
     kind, text = part.text("type"), part.text("text")
     if kind != "text":
-        raise _unserved(path, f"{path} is a part of type {kind!r}; only text is supported")
+        raise _unserved(path, f"{path} is a part of type {shown(kind)}; only text is supported")
     if text is None:
         raise invalid(f"{path}.text", f"{path}.text is missing")
     part.close()

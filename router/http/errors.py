@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import grpc
 
-from rpc.errors import RequestError
+from rpc.errors import RequestError, shortened
 
 _Code = grpc.StatusCode
 
@@ -101,4 +101,4 @@ def answer(
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": shortened(message), "type": kind, "param": param, "code": code}}

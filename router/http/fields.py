@@ -18,6 +18,7 @@ from rpc.errors import invalid
 MIN_INT: Final = -(1 << 63)
 MAX_INT: Final = (1 << 63) - 1
 _MAX_SHOWN_CHARACTERS: Final = 64
+_MAX_PATH_CHARACTERS: Final = 256
 # Only an escape can put a surrogate into text that came as UTF-8.
 _SURROGATE_ESCAPE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -186,8 +187,14 @@ def _refuse_lone_surrogates(value: object, path: str) -> None:
                 raise invalid(path, f"{where} holds half a character (a lone surrogate)") from error
         case list():
             for position, entry in enumerate(value):
-                _refuse_lone_surrogates(entry, f"{path}[{position}]")
+                _refuse_lone_surrogates(entry, _within(path, f"[{position}]"))
         case dict():
             for name, entry in value.items():
                 _refuse_lone_surrogates(name, path)
-                _refuse_lone_surrogates(entry, f"{path}.{name}" if path else name)
+                known = name[:_MAX_SHOWN_CHARACTERS]
+                _refuse_lone_surrogates(entry, _within(path, f".{known}" if path else known))
+
+
+def _within(path: str, step: str) -> str:
+    """Where something stands; what lies too deep is told by where that begins."""
+    return path + step if len(path) < _MAX_PATH_CHARACTERS else path

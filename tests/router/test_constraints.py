@@ -32,6 +32,7 @@ def test_what_is_within_the_limits_is_taken(constraint: Constraint) -> None:
         (Regex("x" * 4097), r"sampling\.regex has 4097 characters"),
         (Choice([]), r"sampling\.choice has 0 values; it must have 1 to 1024"),
         (Choice(["a"] * 1025), r"sampling\.choice has 1025 values"),
+        (Choice(["a", "b\x7f"]), r"sampling\.choice\[1\] holds the control character U\+007F"),
         (Choice(["a", ""]), r"sampling\.choice\[1\] has 0 characters; it must have 1 to 256"),
     ],
 )

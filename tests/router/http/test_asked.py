@@ -340,6 +340,27 @@ def test_variables_of_the_template_are_an_object() -> None:
     assert refusal(chat, chat_template_kwargs={"a": float("inf")}).field == "chat_template_kwargs"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [{"b": -float("inf")}]])
+def test_what_is_taken_and_used_for_nothing_is_json_too(value: object) -> None:
+    for read in (completion, chat):
+        assert refusal(read, metadata={"a": value}).field == "metadata"
+        assert read(metadata={"a": [1.5, None]})
+
+
+def test_kinds_that_are_not_served_are_named_in_few_words() -> None:
+    long = "x" * 100_000
+    for fields in (
+        {"messages": [{"role": "user", "content": [{"type": long}]}]},
+        {"response_format": {"type": long}},
+        {"service_tier": long},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": long}}},
+        {"tools": [{"function": {"name": "f", "parameters": {"type": long}}}], "tool_choice": "required"},
+    ):
+        told = refusal(chat, **fields)
+        assert len(told.message) < 250
+        assert '"xxx' in told.message
+
+
 # --- constraints and tools --------------------------------------------------------------------------
 
 WEATHER = {

@@ -2,7 +2,7 @@ import grpc
 import pytest
 
 from router.http.errors import HttpError, answer
-from rpc.errors import RequestError, invalid
+from rpc.errors import MAX_MESSAGE_BYTES, RequestError, invalid
 
 Code = grpc.StatusCode
 
@@ -49,3 +49,12 @@ def test_openais_clients_do_not_ask_again_when_the_time_they_gave_is_over() -> N
 
 def test_https_own_refusals_keep_their_status() -> None:
     assert answer(HttpError(413, "body_too_large", "too long")).status == 413
+
+
+@pytest.mark.parametrize(
+    "error", [invalid("stop", "x" * 100_000), HttpError(404, "not_found", "é" * 100_000)]
+)
+def test_b93_no_message_is_as_long_as_what_a_client_sent(error: RequestError | HttpError) -> None:
+    message = answer(error).body["error"]["message"]
+    assert len(message.encode()) <= MAX_MESSAGE_BYTES
+    assert message.endswith(" …")

@@ -102,6 +102,24 @@ def test_an_inner_object_knows_where_it_stands() -> None:
         inner.text("y")
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"%s": "\\ud800"}' % (b"k" * 100_000),
+        b'{"a": %s"\\ud800"%s}' % (b'{"kkkkkkkkkkkkkkkkkkkkkk": ' * 500, b"}" * 500),
+        b'{"a": %s"\\ud800"%s}' % (b"[" * 500, b"]" * 500),
+        b'{"%s": 1}' % (b"k" * 100_000),
+        b'{"%s": 1, "%s": 1}' % (b"k" * 100_000, b"k" * 100_000),
+    ],
+    ids=["name", "names", "lists", "unread", "twice"],
+)
+def test_where_something_wrong_stands_is_told_in_few_words(body: bytes) -> None:
+    with pytest.raises(RequestError) as raised:
+        parsed(body).close()
+    assert len(raised.value.field) < 400
+    assert len(raised.value.message) < 500
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
