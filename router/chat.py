@@ -36,7 +36,14 @@ _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatError(ValueError):
-    """The conversation cannot be put into the template; the text is a sentence for the client."""
+    """The conversation cannot be put into the template; the text is a sentence for the client.
+
+    It begins with `field`, the contract's name of what is wrong.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class TemplateError(ValueError):
@@ -100,11 +107,12 @@ class ChatTemplate:
         template refuses or fails, its work passes the bounds, or the last message cannot be continued.
         """
         if not messages:
-            raise ChatError("chat.messages is empty; at least one message is needed")
+            raise ChatError("chat.messages", "chat.messages is empty; at least one message is needed")
         if tools and not self._knows_tools:
             raise ChatError(
+                "chat.tools",
                 "chat.tools: the model's chat template does not know tools; describe them in a message, or "
-                "hold the output to a JSON schema"
+                "hold the output to a JSON schema",
             )
         shown = _marked(messages) if continue_final_message else messages
         seen = {
@@ -120,13 +128,15 @@ class ChatTemplate:
             text = _bounded_join(self._template.generate(seen))
             return _cut_at_mark(messages[-1].content, text) if continue_final_message else text
         except _RefusedByTemplateError as error:
-            raise ChatError(f"chat: the model's chat template refuses this conversation: {error}") from error
+            raise ChatError(
+                "chat", f"chat: the model's chat template refuses this conversation: {error}"
+            ) from error
         except ChatError:
             raise
         except Exception as error:  # foreign code may raise anything, and only this request is hurt by it
             reason = str(error) or type(error).__name__
             raise ChatError(
-                f"chat: the model's chat template failed on this conversation: {reason}"
+                "chat", f"chat: the model's chat template failed on this conversation: {reason}"
             ) from error
 
     def _as_it_sees(self, message: ChatMessage) -> dict[str, Any]:
@@ -157,7 +167,9 @@ class _BoundedRange:
         steps = range(*bounds)
         self._steps_left -= len(steps)
         if self._steps_left < 0:
-            raise ChatError(f"chat: the model's chat template loops for more than {MAX_LOOP_STEPS} steps")
+            raise ChatError(
+                "chat", f"chat: the model's chat template loops for more than {MAX_LOOP_STEPS} steps"
+            )
         return steps
 
 
@@ -209,9 +221,9 @@ def _call_as_it_sees(call: ToolCall, position: int) -> dict[str, Any]:
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError) as error:
-        raise ChatError(f"{path} is not JSON: {error}") from error
+        raise ChatError("chat.messages", f"{path} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise ChatError(f"{path} must be a JSON object as text")
+        raise ChatError("chat.messages", f"{path} must be a JSON object as text")
     seen = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
     return {"id": call.id, **seen} if call.id else seen
 
@@ -227,8 +239,9 @@ def _cut_at_mark(said: str, text: str) -> str:
     position = text.rfind(_CONTINUE_MARK.strip())
     if position < 0 or said.strip() not in text:
         raise ChatError(
+            "chat.continue_final_message",
             "chat.continue_final_message: the model's chat template does not show the last message's content "
-            "as it is, so it cannot be continued"
+            "as it is, so it cannot be continued",
         )
     before = text[:position]
     return before if text.startswith(_CONTINUE_MARK, position) else before.rstrip()
@@ -240,7 +253,7 @@ def _parsed_tools(tools: list[str]) -> list[Any]:
         try:
             parsed.append(json.loads(tool))
         except (ValueError, RecursionError) as error:
-            raise ChatError(f"chat.tools[{index}] is not JSON: {error}") from error
+            raise ChatError("chat.tools", f"chat.tools[{index}] is not JSON: {error}") from error
     return parsed
 
 
@@ -251,7 +264,7 @@ def _bounded_join(chunks: Iterable[str]) -> str:
         num_characters += len(chunk)
         if num_characters > MAX_CHARACTERS:
             raise ChatError(
-                f"chat: the model's chat template makes more than {MAX_CHARACTERS} characters of this"
+                "chat", f"chat: the model's chat template makes more than {MAX_CHARACTERS} characters of this"
             )
         text.append(chunk)
     return "".join(text)

@@ -388,7 +388,7 @@ class Intake:
                 try:
                     return await loop.run_in_executor(self._threads, encode_chat)
                 except ChatError as error:
-                    raise invalid("chat", str(error)) from error
+                    raise invalid(error.field, str(error)) from error
 
     @property
     def defaults(self) -> validation.Defaults:

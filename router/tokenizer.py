@@ -113,7 +113,7 @@ class Tokenizer:
         Raises ChatError, a sentence for the client, and TooManyTokensError as `encode` does.
         """
         if self._chat_template is None:
-            raise ChatError("chat: this model has no chat template; send text or token_ids")
+            raise ChatError("chat", "chat: this model has no chat template; send text or token_ids")
         text = self._chat_template.render(
             messages,
             tools,

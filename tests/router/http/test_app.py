@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2
 import pytest
 
@@ -18,6 +19,7 @@ from router.http.answers import Answer
 from router.http.app import HttpApp
 from router.http.server import HttpDoor
 from router.request_log import TokenLogprobs
+from rpc.errors import from_call
 from tests.rig import tiny_model
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router.stack import Rig, Start, letters
@@ -421,6 +423,25 @@ async def test_b76_a_wrong_request_is_a_status_before_any_event(
             assert error["message"].startswith(param)
         assert not rig.scheduler.submits
         await rig.router.quiet()
+
+
+async def test_what_a_template_cannot_take_is_told_by_the_names_of_the_body(serve: Serve) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    called = [*HI, {"role": "assistant", "tool_calls": [call]}]
+    async with serve() as rig:
+        for fields, param, message in (
+            ({"messages": HI, "tools": tools}, "tools", "tools: the model's chat template does not know"),
+            ({"messages": called}, "messages", "messages: tool_calls[0].arguments is not JSON"),
+        ):
+            for path in ("/v1/chat/completions", "/tokenize"):
+                status, error = await rig.error(path, **fields)
+                assert (status, error["param"]) == (400, param)
+                assert error["message"].startswith(message)
+        chat = router_pb2.Chat(messages=[router_pb2.Message(role="user", content="Hi")], tools=["{}"])
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.router.stub.Complete(router_pb2.GenerateRequest(chat=chat))
+        assert from_call(raised.value).field == "chat.tools"
 
 
 async def test_b34_b37_b97_prompts_that_cannot_be_are_refused(serve: Serve) -> None:
