@@ -90,6 +90,11 @@ class Tokenizer:
         ids: Iterable[int | None] = map(self._tokenizer.token_to_id, texts)
         return frozenset(token_id for token_id in ids if token_id in self._special_ids)
 
+    def spelled_specials(self, text: str, token_ids: Iterable[int]) -> frozenset[int]:
+        """Of those ids the special tokens whose spelling stands in a text."""
+        specials = self._special_ids.intersection(token_ids)
+        return frozenset(token_id for token_id in specials if (self.token_text(token_id) or "") in text)
+
     def encode(self, text: str, *, at_most: int | None = None) -> list[int]:
         """The ids of a plain text, with the special tokens that the tokenizer puts around one.
 

@@ -102,7 +102,7 @@ class Answer:
         """What is told of the prompt: the likelihoods of an echo, and once for each prompt the list."""
         told: Json = {}
         if self._asked.echo_logprobs is not None:
-            told["logprobs"] = self._shape.echo_logprobs(log, self._asked.echo_logprobs)
+            told["logprobs"] = self._shape.echo_logprobs(self._position[log], log, self._asked.echo_logprobs)
         if self._asked.prompt_logprobs and choice.index == 0:
             told["prompt_logprobs"] = self._shape.prompt_logprobs(log)
         return told

@@ -19,8 +19,11 @@ class Vocabulary(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for within a text."""
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh one for one sequence."""
+    def spelled_specials(self, text: str, token_ids: abc.Iterable[int]) -> frozenset[int]:
+        """Of those ids the special tokens whose spelling stands in a text."""
+
+    def detokenizer(self, *, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """A fresh one for one sequence, in which special tokens have no text but for those `shown`."""
 
 
 class Shape(Protocol):
@@ -50,7 +53,7 @@ class Shape(Protocol):
     def logprobs(self, choice: ChoiceLog, delta: Delta | None) -> Json:
         """How likely the tokens of a delta were, one entry for each."""
 
-    def echo_logprobs(self, log: RequestLog, num_top: int) -> Json | None:
+    def echo_logprobs(self, position: int, log: RequestLog, num_top: int) -> Json | None:
         """The same for the tokens of an echo; None where nothing is echoed."""
 
     def prompt_logprobs(self, log: RequestLog) -> list[Json | None]:
@@ -101,24 +104,32 @@ class CompletionShape:
             "text_offset": [offset.before(entry.token_id) for entry in entries],
         }
 
-    def echo_logprobs(self, log: RequestLog, num_top: int) -> Json | None:
+    def echo_logprobs(self, position: int, log: RequestLog, num_top: int) -> Json | None:
         """Four lists; the first token has no likelihood. Tokens of the answers stand behind the echo."""
         if self._echoes is None:
             return None
-        entries, offset = log.prompt_logprobs, _Offset(self._vocabulary.detokenizer())
-        lists = {
+        echo, entries = self._echoes[position], log.prompt_logprobs
+        for choice in log.choices:
+            self._offsets[choice] = _Offset(self._vocabulary.detokenizer(), len(echo))
+        return {
             "tokens": [self._shown(token_id) for token_id in log.prompt_token_ids],
             "token_logprobs": [None, *(entry.logprob for entry in entries)],
             "top_logprobs": [None, *(self._top(entry, num_top) for entry in entries)],
-            "text_offset": [offset.before(token_id) for token_id in log.prompt_token_ids],
+            "text_offset": self._echo_offsets(echo, log.prompt_token_ids),
         }
-        for choice in log.choices:
-            self._offsets[choice] = _Offset(self._vocabulary.detokenizer(), offset.num_characters)
-        return lists
 
     def prompt_logprobs(self, log: RequestLog) -> list[Json | None]:
         """One object for each token."""
         return prompt_entries(self._vocabulary, log)
+
+    def _echo_offsets(self, echo: str, token_ids: tuple[int, ...]) -> list[int]:
+        """Special tokens stand in it where a text spelled them out; a first one may be put before the text."""
+        spelled, first = self._vocabulary.spelled_specials(echo, token_ids), token_ids[0]
+        spelling = self._vocabulary.token_bytes(first).decode(errors="replace")
+        is_put_before = first in spelled and token_ids.count(first) > echo.count(spelling)
+        offset = _Offset(self._vocabulary.detokenizer(shown=spelled))
+        put_before = [0] if is_put_before else []
+        return put_before + [offset.before(token_id) for token_id in token_ids[len(put_before) :]]
 
     def _top(self, entry: TokenLogprobs, num_top: int | None = None) -> Json:
         most = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
@@ -171,7 +182,7 @@ class ChatShape:
             "refusal": None,
         }
 
-    def echo_logprobs(self, log: RequestLog, num_top: int) -> Json | None:  # noqa: ARG002 - likewise
+    def echo_logprobs(self, position: int, log: RequestLog, num_top: int) -> Json | None:  # noqa: ARG002 - likewise
         """A chat has no echo."""
         return None
 

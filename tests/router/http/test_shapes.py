@@ -12,9 +12,9 @@ import pytest
 
 from protos.v1 import router_pb2
 from router import model_files
-from router.http.shapes import CallShape
+from router.http.shapes import CallShape, CompletionShape
 from router.latencies import Latencies
-from router.request_log import ChoiceLog, SamplingParams
+from router.request_log import ChoiceLog, Delta, RequestLog, SamplingParams, TokenLogprobs
 from router.stop_strings import StopStrings
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
@@ -49,17 +49,83 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return Tokenizer(model_files.read(folder))
 
 
-def a_choice(tokenizer: Tokenizer) -> ChoiceLog:
-    sampling = SamplingParams(0, 1, 0, 0, 0, 9, 0, ignore_eos=False, stop_token_ids=(), logprobs=None)
-    return ChoiceLog(
-        key=b"",
-        index=0,
-        sampling=sampling,
-        text=TextStream(tokenizer.detokenizer(), StopStrings((), include=False)),
-        end_token_ids=frozenset(),
+def of(token_id: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id, -0.5, 1, (), ())
+
+
+def a_log(tokenizer: Tokenizer, prompt_token_ids: tuple[int, ...] = (97,)) -> RequestLog:
+    log = RequestLog(
+        request_id="r",
+        tenant="",
+        prompt_token_ids=prompt_token_ids,
+        sampling=SamplingParams(0, 1, 0, 0, 0, 9, 0, ignore_eos=False, stop_token_ids=(), logprobs=None),
+        texts=[TextStream(tokenizer.detokenizer(), StopStrings((), include=False))],
+        eos_token_ids=frozenset(),
+        priority=0,
+        cache_salt="",
+        body_digest=b"",
+        deadline=None,
         received_at=0,
         latencies=Latencies(),
     )
+    log.take_prompt_logprobs(1, list(map(of, prompt_token_ids[1:])))
+    return log
+
+
+def a_choice(tokenizer: Tokenizer) -> ChoiceLog:
+    (choice,) = a_log(tokenizer).choices
+    return choice
+
+
+# --- echoes -----------------------------------------------------------------------------------------
+
+
+def adding_a_start(folder: Path) -> Tokenizer:
+    """The tiny model's, which puts a start token before a text."""
+    tiny_model.build(folder)
+    written = json.loads((folder / "tokenizer.json").read_text())
+    start = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
+    written["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [tiny_model.BOS_ID], "tokens": ["<|bos|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    return Tokenizer(model_files.read(folder))
+
+
+@pytest.mark.parametrize(
+    ("echo", "offsets"),
+    [
+        ("Hi", [0, 0, 1]),
+        ("<|im_start|>é<|im_end|>!", [0, 0, 12, 12, 13, 23]),
+        ("<|bos|>Hi", [0, 0, 7, 8]),
+        ("<|bos|><|bos|>", [0, 0, 7]),
+        ("a<|bos|>b", [0, 0, 1, 8]),
+    ],
+)
+def test_b71_tokens_of_an_echo_stand_where_its_text_has_them(
+    tmp_path: Path, echo: str, offsets: list[int]
+) -> None:
+    tokenizer = adding_a_start(tmp_path / "starting")
+    log = a_log(tokenizer, tuple(tokenizer.encode(echo)))
+    shape = CompletionShape(tokenizer, ["another", echo])
+    told = shape.echo_logprobs(1, log, 0)
+    assert told is not None
+    assert told["text_offset"] == offsets
+    answered = shape.logprobs(log.choices[0], Delta(0, 0, "ab", (97, 98), (of(97), of(98))))
+    assert answered["text_offset"] == [len(echo), len(echo) + 1]
+
+
+def test_b71_special_tokens_among_ids_have_no_place_in_their_echo(tokenizer: Tokenizer) -> None:
+    log = a_log(tokenizer, (tiny_model.IM_START_ID, 97, tiny_model.EOS_ID, 98))
+    told = CompletionShape(tokenizer, ["ab"]).echo_logprobs(0, log, 0)
+    assert told is not None
+    assert told["text_offset"] == [0, 0, 1, 1]
+
+
+# --- calls ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
