@@ -147,19 +147,19 @@ class HttpApp:
 
     def _chat_shape(self, asked: Asked) -> Shape:
         model = self._intake.model
+        call_id = partial(_new_call_id, model.tool_call_form)
         match asked.tool_use:
             case ForcedFunction(name=name, finish_reason=finish_reason):
                 return CallShape(
                     model.tokenizer,
                     function=name,
-                    call_id=_new_call_id(model.tool_call_form),
+                    call_id=call_id,
                     stop_word=finish_reason,
                 )
             case OfferedTools(names, max_calls, schema):
                 form = model.tool_call_form if schema is None else ToolCallForm.LLAMA3_JSON
                 if form is not None:
                     parser = partial(ToolCallParser, form, names, max_calls=max_calls)
-                    call_id = partial(_new_call_id, model.tool_call_form)
                     return ToolsShape(model.tokenizer, parser=parser, call_id=call_id)
         return ChatShape(model.tokenizer)
 

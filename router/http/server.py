@@ -1,7 +1,8 @@
 """The HTTP server beside the gRPC one: uvicorn, on the same event loop, in the life that `rpc.server` leads.
 
 Signals, logs and draining are the process's own business; uvicorn only speaks HTTP/1.1 here. The head of a
-request must be in within 10 s of its first byte, or of the connection; how much it may hold, `app` says.
+request must be in within 10 s of its first byte, or of the connection, what is left of a body that was
+refused within as much of the answer; how much they may hold, `app` says.
 A client of the network that vanished without a word is noticed as soon as by gRPC's pings (`peer`).
 """
 
@@ -116,11 +117,12 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """HTTP/1.1 on one connection, which is cut when a head takes too long: uvicorn times idle ones alone.
+    """HTTP/1.1 on one connection, which is cut when a head, or the rest of a refused body, takes too long.
 
-    It is cut too when a client of the network vanishes, or takes nothing for `stall_seconds`, and when the
-    application says so: at once, where `transport.close` would wait for the client. It goes on reading while
-    an answer is made, or nobody would see the client hang up behind what it has sent ahead.
+    uvicorn times idle ones alone. It is cut too when a client of the network vanishes, or takes nothing for
+    `stall_seconds`, and when the application says so: at once, where `transport.close` would wait for the
+    client. It goes on reading while an answer is made, or nobody would see the client hang up behind what it
+    has sent ahead.
     """
 
     head_seconds: ClassVar = _HEAD_SECONDS
@@ -135,7 +137,7 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         self.app_state = {**self.app_state, ABORT: transport.abort}
-        self._cut = self.loop.call_later(self.head_seconds, self._too_slow)
+        self._watch_owed()
         connection = transport.get_extra_info("socket")
         if connection.family != socket.AF_UNIX:
             peer = Peer(connection, stall_seconds=self._stall_seconds, now=self.loop.time())
@@ -143,7 +145,7 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch_head()
+        self._watch_owed()
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -158,7 +160,7 @@ class _Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch_head()
+        self._watch_owed()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_cut()
@@ -166,11 +168,18 @@ class _Connection(H11Protocol):
             self._look.cancel()
         super().connection_lost(exc)
 
-    def _watch_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
+    def _watch_owed(self) -> None:
+        if not self._is_owed:
             self._unset_cut()
-        elif self._cut is None and self.conn.trailing_data[0]:  # the first part of another head
+        elif self._cut is None:
             self._cut = self.loop.call_later(self.head_seconds, self._too_slow)
+
+    @property
+    def _is_owed(self) -> bool:
+        """Whether a head has begun, the first with its connection, or more of a refused body is to come."""
+        if self.conn.their_state is h11.IDLE:
+            return self.cycle is None or bool(self.conn.trailing_data[0])
+        return self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete
 
     def _unset_cut(self) -> None:
         if self._cut is not None:
@@ -186,5 +195,6 @@ class _Connection(H11Protocol):
         self.transport.abort()
 
     def _too_slow(self) -> None:
-        _log.info("slow_head_cut", seconds=self.head_seconds)
+        what = "head" if self.conn.their_state is h11.IDLE else "rest_of_body"
+        _log.info("slow_client_cut", what=what, seconds=self.head_seconds)
         self.transport.abort()

@@ -123,7 +123,7 @@ class CompletionShape:
         return prompt_entries(self._vocabulary, log)
 
     def _echo_offsets(self, echo: str, token_ids: tuple[int, ...]) -> list[int]:
-        """Special tokens stand in it where a text spelled them out; a first one may be put before the text."""
+        """Special tokens stand in it where a text spelled them out; one may have been put before the text."""
         spelled, first = self._vocabulary.spelled_specials(echo, token_ids), token_ids[0]
         spelling = self._vocabulary.token_bytes(first).decode(errors="replace")
         is_put_before = first in spelled and token_ids.count(first) > echo.count(spelling)
@@ -198,10 +198,12 @@ class ChatShape:
 class CallShape(ChatShape):
     """/v1/chat/completions whose answer is the arguments of one function.
 
-    What it says is the schema's doing, and not parsed. `call_id` is the name of the call in each choice.
+    What it says is the schema's doing, and not parsed. `call_id` names the call of a choice, each time anew.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, function: str, call_id: str, stop_word: str) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, *, function: str, call_id: abc.Callable[[], str], stop_word: str
+    ) -> None:
         super().__init__(vocabulary)
         self._function = function
         self._call_id = call_id
@@ -209,12 +211,12 @@ class CallShape(ChatShape):
 
     def whole(self, position: int, choice: ChoiceLog, text: str) -> Json:  # noqa: ARG002 - a chat has one prompt
         """A message that calls."""
-        call = {"id": self._call_id, "type": "function", "function": self._called(text)}
+        call = {"id": self._call_id(), "type": "function", "function": self._called(text)}
         return {"message": {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}}
 
     def opening(self, position: int) -> Json | None:  # noqa: ARG002 - likewise
         """Who speaks, and what is called."""
-        call = {"index": 0, "id": self._call_id, "type": "function", "function": self._called("")}
+        call = {"index": 0, "id": self._call_id(), "type": "function", "function": self._called("")}
         return {"delta": {"role": "assistant", "content": None, "tool_calls": [call]}}
 
     def piece(self, choice: ChoiceLog, text: str) -> Json | None:  # noqa: ARG002 - text is arguments
@@ -246,6 +248,7 @@ class ToolsShape(ChatShape):
         self._new_parser = parser
         self._call_id = call_id
         self._parsers: dict[ChoiceLog, ToolCallParser] = {}
+        self._told: set[ChoiceLog] = set()  # of which there was content, or a call
 
     def whole(self, position: int, choice: ChoiceLog, text: str) -> Json:
         """A message, with the calls that are in it."""
@@ -253,7 +256,7 @@ class ToolsShape(ChatShape):
         content, calls = _parted(parser.push(text) + parser.finish())
         message = super().whole(position, choice, content)
         if calls:
-            message["message"] |= {"content": content or None, "tool_calls": list(map(self._told, calls))}
+            message["message"] |= {"content": content or None, "tool_calls": list(map(self._named, calls))}
         return message
 
     def opening(self, position: int) -> Json | None:  # noqa: ARG002 - a chat has one prompt
@@ -264,13 +267,16 @@ class ToolsShape(ChatShape):
         """More content, and calls."""
         parser = self._parser(choice)
         num_calls = parser.num_calls
-        return self._delta(num_calls, parser.push(text))
+        return self._delta(choice, num_calls, parser.push(text))
 
     def ending(self, choice: ChoiceLog) -> Json:
-        """What was held back."""
+        """What was held back; where nothing has been told, that the content is empty, as the whole has it."""
         parser = self._parser(choice)
         num_calls = parser.num_calls
-        return self._delta(num_calls, parser.finish()) or self.nothing
+        delta = self._delta(choice, num_calls, parser.finish())
+        if delta is not None:
+            return delta
+        return self.nothing if choice in self._told else {"delta": {"content": ""}}
 
     def stop_word(self, choice: ChoiceLog) -> str:
         """What a client looks at to see whether there is something to call."""
@@ -281,17 +287,20 @@ class ToolsShape(ChatShape):
             self._parsers[choice] = self._new_parser()
         return self._parsers[choice]
 
-    def _delta(self, num_calls: int, parts: abc.Iterable[str | Called]) -> Json | None:
+    def _delta(self, choice: ChoiceLog, num_calls: int, parts: abc.Iterable[str | Called]) -> Json | None:
         """What is new, behind so many calls."""
         content, calls = _parted(parts)
         delta: Json = {"content": content} if content else {}
         if calls:
             delta["tool_calls"] = [
-                {"index": i, **self._told(call)} for i, call in enumerate(calls, num_calls)
+                {"index": i, **self._named(call)} for i, call in enumerate(calls, num_calls)
             ]
-        return {"delta": delta} if delta else None
+        if not delta:
+            return None
+        self._told.add(choice)
+        return {"delta": delta}
 
-    def _told(self, call: Called) -> Json:
+    def _named(self, call: Called) -> Json:
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": self._call_id(), "type": "function", "function": function}
 

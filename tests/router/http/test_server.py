@@ -127,6 +127,25 @@ async def test_https_takes_up_new_certificates(start: Start, tmp_path: Path) -> 
 # --- heads ------------------------------------------------------------------------------------------
 
 
+def request(body: bytes, *headers: bytes) -> bytes:
+    lines = [b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: application/json", *headers]
+    return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"", body])
+
+
+@contextlib.asynccontextmanager
+async def asked(
+    address: str, data: bytes
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that has sent this."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
 async def answer_to(address: str, data: bytes) -> bytes:
     """All that comes back until the other side closes."""
     host, _, port = address.rpartition(":")
@@ -160,6 +179,48 @@ async def test_b104_a_second_head_on_one_connection_is_timed_too(
         assert (await answer_to(address, whole + b"GET /he")).startswith(b"HTTP/1.1 200 OK")
 
 
+@pytest.mark.parametrize(
+    ("begun", "status"),
+    [
+        (request(b"x" * 2000)[:-2000], b"413"),
+        (
+            request(b"{}").replace(b"content-length: 2", b"transfer-encoding: chunked")[:-2] + b"800\r\n",
+            b"408",
+        ),
+    ],
+    ids=["413", "408"],
+)
+async def test_b104_who_does_not_end_a_body_that_was_refused_is_cut(
+    start: Start, begun: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.exchange.BODY_SECONDS", 0.2)
+    monkeypatch.setattr(_Connection, "head_seconds", 0.3)
+    async with start() as rig, https(rig, None) as address, asked(address, begun) as (reader, writer):
+        answer = asyncio.create_task(reader.read())
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionError):
+                while not answer.done():
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+            await asyncio.wait([answer])
+        if answer.exception() is None:  # a reset may take what came before it
+            assert answer.result().startswith(b"HTTP/1.1 " + status)
+
+
+async def test_the_rest_of_a_refused_body_may_come_and_the_connection_serves_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Connection, "head_seconds", 0.3)
+    begun = request(b"x" * 2000)[:-1000]
+    async with start() as rig, https(rig, None) as address, asked(address, begun) as (reader, writer):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.write(b"x" * 1000)
+        await asyncio.sleep(0.5)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert b"HTTP/1.1 200 OK" in await reader.read()
+
+
 async def test_b104_a_head_that_is_too_long_is_refused(start: Start) -> None:
     async with start() as rig, https(rig, None) as address:
         for head in (b"x-long: " + b"a" * 40_000, b"\r\n".join(b"x-%d: y" % i for i in range(5_000))):
@@ -168,25 +229,6 @@ async def test_b104_a_head_that_is_too_long_is_refused(start: Start) -> None:
             # As the pieces fall: the whole head was seen, or the server gave up before its end.
             assert answer == b"" or answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
         assert await get(address, None) == 200
-
-
-def request(body: bytes, *headers: bytes) -> bytes:
-    lines = [b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: application/json", *headers]
-    return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"", body])
-
-
-@contextlib.asynccontextmanager
-async def asked(
-    address: str, data: bytes
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that has sent this."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(data)
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
 
 
 @pytest.mark.parametrize("stream", [b"false", b"true"])

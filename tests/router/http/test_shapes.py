@@ -155,7 +155,7 @@ async def test_a_forced_function_is_answered_as_a_call_whole_and_streamed(
 
 
 async def test_the_shape_of_a_call(tokenizer: Tokenizer) -> None:
-    shape = CallShape(tokenizer, function="weather", call_id="call_1", stop_word="tool_calls")
+    shape = CallShape(tokenizer, function="weather", call_id=lambda: "call_1", stop_word="tool_calls")
     choice = a_choice(tokenizer)
     message = shape.whole(0, choice, ARGUMENTS)["message"]
     assert message["content"] is None
@@ -344,6 +344,33 @@ async def test_text_stays_text_where_no_form_is_known_or_no_tool_is_to_be_called
             assert said == Said(text, [], [], "stop")
         (said,) = await ask(client, tools=[WEATHER, TIME], parallel_tool_calls=False)
         assert (said.content, said.calls) == (text[text.rindex("\n<tool_call>") :], TWO_CALLS[:1])
+
+
+async def test_the_forced_call_of_each_choice_has_a_name_of_its_own(serve: Serve) -> None:
+    scheduler = ScriptedScheduler(script=letters(ARGUMENTS))
+    assert scheduler.welcome is not None
+    scheduler.welcome.features.append("constraints")
+    async with serve(scheduler) as rig:
+        asked = {"messages": HI, "tools": [WEATHER], "tool_choice": "required", "n": 3}
+        whole_answer = await rig.post("/v1/chat/completions", **asked)
+        chunks = events((await rig.post("/v1/chat/completions", **asked, stream=True)).text)
+        for told, answers in (("message", [whole_answer.json()]), ("delta", chunks)):
+            choices = [choice for answer in answers for choice in answer["choices"]]
+            calls = [call for choice in choices for call in choice[told].get("tool_calls", [])]
+            ids = [call["id"] for call in calls if "id" in call]
+            assert len(set(ids)) == len(ids) == 3
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_an_answer_without_a_word_has_empty_content_and_can_be_sent_back(
+    serve: Serve, ask: Any
+) -> None:
+    scheduler = ScriptedScheduler(script=letters(""))
+    async with serve(scheduler, tool_call_form=ToolCallForm.HERMES) as rig, asking(rig) as client:
+        (said,) = await ask(client, tools=[WEATHER])
+        assert said == Said("", [], [], "stop")
+        messages = [*HI, {"role": "assistant", "content": said.content}, *HI]
+        assert (await rig.post("/v1/chat/completions", messages=messages)).status_code == 200
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
