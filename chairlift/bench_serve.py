@@ -25,7 +25,7 @@ import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, given_flags, router_at
+from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, given_flags, router_at, waited_for
 from chairlift.flag_files import to_write
 from chairlift.flag_numbers import positive, whole
 from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, read_trace, report, until
@@ -178,6 +178,7 @@ async def _grpc(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
         where = from_flags(options)
     except AddressError as error:
         raise StartError(str(error)) from error
+    await waited_for(where, options, "chairlift bench serve")
     async with router_at(where) as router:
         model = await router.GetModel(router_pb2.GetModelRequest(), metadata=where.metadata)
 

@@ -1,14 +1,18 @@
 """How what a person types or imports speaks to a router: where it is, who asks, and failures as errors."""
 
 import argparse
+import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import grpc
 
+from chairlift.flag_numbers import positive
 from chairlift.results import ChairliftError
+from chairlift.waiting import until_serving
 from protos.v1 import router_pb2_grpc
 from rpc import tls
 from rpc.address import Address, AddressError
@@ -17,6 +21,7 @@ from rpc.errors import RequestError, StartError, from_call
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+ADDRESS_VARIABLE = "CHAIRLIFT_ADDRESS"
 API_KEY_VARIABLE = "CHAIRLIFT_API_KEY"
 _TIME_IS_OVER = "Deadline Exceeded"  # gRPC's own words, on the client's side
 
@@ -39,7 +44,17 @@ class Router:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that asks a router. A key is no flag: all users of a machine see those."""
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, help="the router (default: %(default)s)")
+    parser.add_argument(
+        "--address",
+        default=os.environ.get(ADDRESS_VARIABLE, DEFAULT_ADDRESS),
+        help=f"the router (default: %(default)s; {ADDRESS_VARIABLE})",
+    )
+    parser.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=positive,
+        help="wait until it serves, at most so long (default: 0)",
+    )
     tls.add_flags(parser)
     epilog = f"The API key, where one is wanted, is the environment variable {API_KEY_VARIABLE}."
     parser.epilog = f"{parser.epilog} {epilog}" if parser.epilog else epilog
@@ -59,17 +74,32 @@ def from_flags(options: argparse.Namespace) -> Router:
 
 def given_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
     """Which flags of `add_flags` were given, as far as they change anything."""
-    address = [] if options.address == parser.get_default("address") else ["--address"]
-    return [*address, *tls.given_flags(parser, options)]
+    own = [name for name in ("address", "wait") if getattr(options, name) != parser.get_default(name)]
+    return [*(f"--{name}" for name in own), *tls.given_flags(parser, options)]
 
 
 def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, Router]:
-    """The options, those of `add_flags` among them; a wrong one ends the process with its sentence."""
+    """The options, those of `add_flags` among them; a wrong one ends the process with its sentence.
+
+    With `--wait` the router serves by then, or has been waited for.
+    """
     options = parser.parse_args(argv)
     try:
-        return options, from_flags(options)
+        router = from_flags(options)
     except AddressError as error:
         parser.error(str(error))
+    asyncio.run(waited_for(router, options, parser.prog))
+    return options, router
+
+
+async def waited_for(router: Router, options: argparse.Namespace, prog: str) -> None:
+    """Does what `--wait` says. `prog` is who waits."""
+
+    def say(sentence: str) -> None:
+        print(f"{prog}: {sentence}", file=sys.stderr, flush=True)
+
+    if options.wait is not None:
+        await until_serving(router.address, router.certificates, seconds=options.wait, say=say)
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ PREFIX = "CHAIRLIFT_"
 # Variables with our prefix that are not settings of a service, and who reads them.
 OTHER_VARIABLES = frozenset(
     {
+        "CHAIRLIFT_ADDRESS",  # the commands
         "CHAIRLIFT_API_KEY",  # the client library and the commands
         "CHAIRLIFT_CACHE_DIR",  # built kernels of the executor
         "CHAIRLIFT_MODELS_DIR",  # chairlift pull, chairlift serve

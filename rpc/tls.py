@@ -26,6 +26,7 @@ import structlog
 from rpc.errors import StartError
 
 NOBODY: Final = "nobody answers"
+CLOSES: Final = "it closes the connection"
 _PREFIX: Final = "CHAIRLIFT_"  # as in rpc.settings, which is slow to load for a probe
 _log = structlog.get_logger()
 
@@ -219,10 +220,10 @@ def explained(details: str, tls: Tls | None) -> str | None:
     if "Socket closed" not in details and "Connection reset" not in details:
         return NOBODY
     if tls is None:
-        return "it closes the connection: it may speak TLS alone (--tls-ca), or be on its way down"
+        return f"{CLOSES}: it may speak TLS alone (--tls-ca), or be on its way down"
     if not tls.has_certificate:
-        return "it closes the connection: it may want a certificate of ours (--tls-cert, --tls-key)"
-    return "it closes the connection: it may not believe our certificate (--tls-cert), or be on its way down"
+        return f"{CLOSES}: it may want a certificate of ours (--tls-cert, --tls-key)"
+    return f"{CLOSES}: it may not believe our certificate (--tls-cert), or be on its way down"
 
 
 _UNCONNECTED: Final = (
