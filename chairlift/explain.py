@@ -1,8 +1,10 @@
 """`chairlift explain ID`: where the time of one request went, step by step, with reasons."""
 
 import asyncio
+import re
 import sys
 
+import grpc
 from rich.table import Table
 
 from chairlift.about import about
@@ -11,8 +13,10 @@ from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.tables import show
 from protos.v1 import router_pb2
+from rpc.cancel import heed_cancel
 
 _BAR_CHARACTERS = 12
+_OF_HTTP = re.compile("(chat)?cmpl-(?=.)")  # before the id of a request, in the body of an HTTP answer
 
 
 def main(argv: list[str]) -> int:
@@ -34,9 +38,18 @@ def main(argv: list[str]) -> int:
 
 
 async def _ask(router: Router, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
-    request = router_pb2.ExplainRequest(request_id=request_id, tenant=tenant)
+    names = [request_id]  # whoever named a request of his own may have begun like that
+    if prefix := _OF_HTTP.match(request_id):
+        names.append(request_id[prefix.end() :])
     async with router_at(router) as stub:
-        return await stub.Explain(request, timeout=10, metadata=router.metadata)
+        while True:
+            request = router_pb2.ExplainRequest(request_id=names.pop(0), tenant=tenant)
+            try:
+                return await stub.Explain(request, timeout=10, metadata=router.metadata)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND or not names:
+                    raise
+                heed_cancel()
 
 
 def table(response: router_pb2.ExplainResponse) -> Table:

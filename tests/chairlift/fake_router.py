@@ -20,6 +20,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
         self.events: list[router_pb2.GenerateEvent] = []
         self.summaries: list[router_pb2.StepSummary] = []
         self.status = router_pb2.GetStatusResponse()
+        self.explained: dict[str, router_pb2.ExplainResponse] = {}
         self.refusal: RequestError | None = None
         self.num_cancelled = 0
         self.wait: Any = None
@@ -40,6 +41,12 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
     async def Watch(self, request: router_pb2.WatchRequest, context: Any) -> Any:  # noqa: N802 - the contract's
         for summary in self.summaries:
             yield summary
+
+    async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> Any:  # noqa: N802 - likewise
+        if request.request_id not in self.explained:
+            refusal = f"no request {request.request_id!r} is known here"
+            await abort(context, RequestError(grpc.StatusCode.NOT_FOUND, refusal))
+        return self.explained[request.request_id]
 
     async def GetStatus(self, request: router_pb2.GetStatusRequest, context: Any) -> Any:  # noqa: N802 - likewise
         if self.refusal:
