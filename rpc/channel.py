@@ -8,6 +8,9 @@ as every 5 s; one that pings faster is told "too_many_pings" (UNAVAILABLE), and 
 Headers. A server takes 16 KiB of them in all, a client as much; beyond it a call gets RESOURCE_EXHAUSTED.
 
 TLS. With certificates given (rpc.tls) every connection of the network is TLS; a Unix socket never is.
+
+Names. `localhost` is called at 127.0.0.1 alone: where it is ::1 too and nobody listens there, gRPC tells of
+that refusal as often as of why the other address, where somebody is, was of no use.
 """
 
 import grpc
@@ -28,16 +31,16 @@ def connect(address: Address, *, max_message_bytes: int, tls: Tls | None = None)
     """A channel to `address`. It connects at the first call and reconnects by itself, at most 1 s apart."""
     options = _client_options(address, max_message_bytes, tls)
     if tls is None or address.unix_path is not None:
-        return grpc.aio.insecure_channel(address.target, options=options)
-    return grpc.aio.secure_channel(address.target, tls.channel_credentials(), options=options)
+        return grpc.aio.insecure_channel(_target(address), options=options)
+    return grpc.aio.secure_channel(_target(address), tls.channel_credentials(), options=options)
 
 
 def connect_blocking(address: Address, *, max_message_bytes: int, tls: Tls | None = None) -> grpc.Channel:
     """The same for threads, outside any event loop."""
     options = _client_options(address, max_message_bytes, tls)
     if tls is None or address.unix_path is not None:
-        return grpc.insecure_channel(address.target, options=options)
-    return grpc.secure_channel(address.target, tls.channel_credentials(), options=options)
+        return grpc.insecure_channel(_target(address), options=options)
+    return grpc.secure_channel(_target(address), tls.channel_credentials(), options=options)
 
 
 class Line:
@@ -83,7 +86,17 @@ def _client_options(address: Address, max_message_bytes: int, tls: Tls | None) -
         options.append(("grpc.default_authority", "localhost"))  # a path is no legal :authority elsewhere
     elif tls is not None and tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
+    elif _target(address) != address.target:
+        options.append(("grpc.default_authority", address.target))  # the name, for certificates
     return options
+
+
+def _target(address: Address) -> str:
+    """Where gRPC is to connect to."""
+    match address.host_and_port:
+        case ("localhost", port):
+            return f"ipv4:127.0.0.1:{port}"
+    return address.target
 
 
 def server_options(*, max_message_bytes: int, max_received_bytes: int | None = None) -> Options:

@@ -53,6 +53,31 @@ async def test_a_server_that_demands_no_certificates_lets_in_who_believes_it(ca:
         assert await ask(address, Tls(TlsFiles(ca=str(ca.cert)))) == ""
 
 
+@pytest.mark.parametrize("case", REFUSALS)
+async def test_localhost_that_is_two_addresses_hides_no_reason(
+    case: str, ca: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n::1 localhost\n")
+    monkeypatch.setenv("CARES_HOSTS", str(hosts))  # where gRPC's resolver looks
+    server, client, why = REFUSALS[case](ca, tmp_path)
+    async with serving(server, demand=True) as address:
+        _, port = address.host_and_port or ("", 0)
+        here = Address.parse(f"localhost:{port}", field="")
+        async with connect(here, max_message_bytes=MAX_MESSAGE_BYTES, tls=client) as channel:
+            for _ in range(3):
+                assert why in await ask_over(channel, client)
+                await asyncio.sleep(0.1)  # the channel tries again meanwhile
+
+
+async def test_localhost_is_the_name_in_its_certificate(ca: Authority) -> None:
+    client = Tls(TlsFiles(ca=str(ca.cert)))
+    async with serving(Tls(ca.issue("server", ("localhost",)).files(None)), demand=False) as address:
+        _, port = address.host_and_port or ("", 0)
+        assert await ask(Address.parse(f"localhost:{port}", field=""), client) == ""
+        assert "for another host" in await ask(address, client)
+
+
 async def test_the_name_expected_may_be_told(ca: Authority) -> None:
     async with serving(Tls(ca.issue("server", ("executor",)).files(ca.cert))) as address:
         mine = ca.issue("client")
