@@ -23,7 +23,6 @@ from rpc import metrics, weighing
 from rpc.errors import RequestError, abort, invalid
 from rpc.holding import Kept, Room
 
-_CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 _SHUTTING_DOWN = RequestError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; try again")
 _ALWAYS_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
@@ -166,7 +165,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
             code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
             raise
         except BaseException:
-            code = _CODES.get(context.code(), grpc.StatusCode.UNKNOWN)
+            code = _failed_with(context)
             raise
         finally:
             self._num_open[method] -= 1
@@ -186,6 +185,12 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
             ("method",),
             {(_short(method),): count for method, count in self._num_open.items()},
         )
+
+
+def _failed_with(context: Context) -> grpc.StatusCode:
+    """The status that a call which raised was given; what raised without giving one is UNKNOWN."""
+    given = context.code()  # 0, no StatusCode, where none was
+    return given if isinstance(given, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
 
 
 def _short(method: str) -> str:

@@ -126,6 +126,7 @@ async def test_b110_every_request_is_counted_once_by_its_outcome(running: Cluste
     assert scheduler.value("deadline_misses_total") == 3
     codes = router.by("grpc_calls_total", "code")
     assert codes["OK"] == 20
+    assert codes["INVALID_ARGUMENT"] == 7  # the refused, and those whose rows failed
     assert sum(codes.values()) == 40
 
 
