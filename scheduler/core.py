@@ -654,11 +654,11 @@ class SchedulerCore:
         wall_seconds = state.pace.answered(now, result.total_us / 1e6, result.idle_us / 1e6)
         if plan.rows:
             self.meters.step(len(plan.rows), result.total_us, result.idle_us, wall_seconds)
+            state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us
         if result.total_us and plan.rows:
             state.step_time.observe(sum(plan.num_tokens), result.total_us)
         state.is_draining = result.draining
         state.leaves_at = now + result.seconds_to_leave
-        state.previous_step_us, state.previous_idle_us = result.total_us, result.idle_us
         self._end_unfit(results.take_prompt_logprobs(plan, result, outcome.progressed), "a prompt", outcome)
         self._end_unfit(
             results.append_tokens(rows, result, outcome.progressed, self.counters), "a token", outcome

@@ -105,7 +105,7 @@ class ExecutorState:
         self.crowded: dict[Tenant, None] = {}  # their own block limit stops them
         self.fault: BlockError | None = None  # blocks and holders disagree: the epoch must end
         self.is_hashing = False  # a long prompt waits for its names: plan again even if nothing else happens
-        self.previous_step_us = 0  # of the newest answered step, for those who watch
+        self.previous_step_us = 0  # of the newest answered step that had rows, for those who watch
         self.previous_idle_us = 0
 
     def release(self, seq: Sequence) -> None:

@@ -1050,7 +1050,7 @@ class StepSummary(_message.Message):
     num_plan_bytes: _builtins.int
     """Size of this step's plan on the wire, bytes."""
     previous_step_us: _builtins.int
-    """How long the newest answered step took on the executor, microseconds; 0 before the first."""
+    """How long the newest answered step with rows took on the executor, microseconds; 0 before the first."""
     previous_idle_us: _builtins.int
     """How long the executor had been idle before that step, microseconds."""
     num_cached_blocks: _builtins.int
@@ -1396,7 +1396,7 @@ class ExecutorStatus(_message.Message):
     draining: _builtins.bool
     """Whether it wants to leave."""
     previous_step_us: _builtins.int
-    """How long its newest step took, microseconds; 0 before the first."""
+    """How long its newest step with rows took, microseconds; 0 before the first."""
     previous_idle_us: _builtins.int
     """How long it had been idle before that step, microseconds."""
     def __init__(

@@ -85,6 +85,14 @@ def test_b23_a_chunked_prompt_waits_while_decodes_take_the_budget() -> None:
     assert max(h.executor.tokens_per_step) <= 8
 
 
+def test_the_time_that_is_shown_is_that_of_the_newest_step_that_computed_something() -> None:
+    h = Harness(limits(1))
+    h.submit("r", prompt(5), 3, ignore_eos=True)
+    h.run_to_end()
+    assert [sum(plan.num_tokens) for plan in h.plans] == [5, 1, 1, 0]  # the last one releases alone
+    assert h.core.executors[EXECUTOR].previous_step_us == 110  # what the executor says of one token
+
+
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 49, 50])
 def test_b22_the_first_token_comes_with_the_last_chunk(length: int) -> None:
     h = Harness(limits(1, max_num_batched_tokens=16))
