@@ -24,6 +24,13 @@ from rpc.errors import StartError
 
 TIMEOUT_SECONDS: Final = 60.0
 _MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+# An Open that ends so says nothing of how the executor keeps the protocol.
+_UNTESTED: Final = {
+    grpc.StatusCode.PERMISSION_DENIED: "a scheduler holds it; stop that first",
+    grpc.StatusCode.UNAUTHENTICATED: "it lets in others than us",
+    grpc.StatusCode.UNAVAILABLE: "it cannot be reached",
+    grpc.StatusCode.UNIMPLEMENTED: "there is something else than an executor",
+}
 
 
 class Verdict(Enum):
@@ -43,6 +50,10 @@ class Outcome:
     sentence: str
 
 
+class UntestedError(Exception):
+    """Nothing was found out about the executor; the text says why, as a sentence for people."""
+
+
 async def run(
     address: str,
     report: Callable[[Outcome], None],
@@ -52,7 +63,11 @@ async def run(
 ) -> int:
     """Check the executor at `address`, tell `report` of each check as it ends; 0 when none failed, else 1.
 
-    `timeout_seconds` is how long it may take over one answer. Raises AddressError when `address` is none.
+    `timeout_seconds` is how long it may take over one answer.
+
+    Raises:
+        AddressError: `address` is none.
+        UntestedError: no executor is to be had there.
     """
     channel = connect(
         Address.parse(address, field="ADDRESS"), max_message_bytes=_MAX_MESSAGE_BYTES, tls=certificates
@@ -69,7 +84,11 @@ async def run(
         try:
             await subject.open()
         except grpc.aio.AioRpcError as error:
-            why = tls.explained(error.details() or "", certificates) or ended_by(error)
+            why = tls.explained(error.details() or "", certificates) or str(ended_by(error))
+            if error.code() in _UNTESTED:
+                raise UntestedError(
+                    f"the executor at {address} could not be tested: {_UNTESTED[error.code()]} ({why})"
+                ) from error
             report(Outcome("open", Verdict.FAILED, f"the executor at {address} cannot be opened ({why})"))
             return 1
         outcomes = []
@@ -99,17 +118,18 @@ def print_outcome(outcome: Outcome) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
+    """The command; returns its exit code: 0 it conforms, 1 it does not, 2 nothing was found out."""
     parser = Parser(
         prog="chairlift conformance",
-        description="Checks that an executor keeps the step protocol. It takes the executor over.",
+        description="Checks that an executor keeps the step protocol. It takes the executor over. "
+        "Exit code 1 when it does not, 2 when it could not be tested.",
     )
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the executor")
     tls.add_flags(parser)
     options = parser.parse_args(argv)
     try:
         code = asyncio.run(run(options.address, print_outcome, certificates=tls.from_flags(options)))
-    except (AddressError, StartError) as error:
+    except (AddressError, StartError, UntestedError) as error:
         print(f"chairlift conformance: {error}", file=sys.stderr)
         return 2
     print("the executor conforms" if code == 0 else "the executor does not conform", flush=True)

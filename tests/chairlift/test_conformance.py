@@ -10,7 +10,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from chairlift import conformance
 from chairlift.conformance import Outcome, Verdict
 from chairlift.protocol_checks import CHECKS, SERVICE_NAME
+from chairlift.step_driver import ExecutorDriver
 from protos.v1 import executor_pb2_grpc
+from rpc.address import Address
+from rpc.channel import connect
+from tests.chairlift.fake_router import FakeRouter, listening
 from tests.rig import scripted_executor, service_process, tiny_model, toy_executor
 from tests.rig.scripted_executor import Script
 
@@ -196,8 +200,45 @@ async def test_an_executor_that_breaks_a_rule_fails_the_check_of_that_rule(
     assert outcomes["plan without rows"].verdict is Verdict.PASSED
 
 
-async def test_no_executor_at_the_address_is_one_failure(tmp_path: Path) -> None:
-    code, outcomes = await verdicts(f"unix:{tmp_path}/nobody.sock", timeout_seconds=1.0)
+async def test_without_an_executor_there_is_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def said_of(address: str) -> str:
+        assert await asyncio.to_thread(conformance.main, [address]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        return err.removeprefix(f"chairlift conformance: the executor at {address} could not be tested: ")
+
+    nobody = f"unix:{tmp_path}/nobody.sock"
+    assert await said_of(nobody) == "it cannot be reached (nobody answers)\n"
+    async with listening(FakeRouter(), tmp_path) as router:
+        assert (await said_of(router)).startswith("there is something else than an executor (UNIMPLEMENTED: ")
+    with scripted_executor.running(Script(), tmp_path) as executor:
+        here = Address.parse(executor.address, field="")
+        async with connect(here, max_message_bytes=1024 * 1024) as channel:
+            epoch = await ExecutorDriver(channel, timeout_seconds=10).open("the-scheduler")
+            async with epoch.stream() as stream:  # is held as long as this is there
+                await stream.step(epoch.plan())
+                said = await said_of(executor.address)
+    assert said.startswith("a scheduler holds it; stop that first (PERMISSION_DENIED: ")
+    assert "the-scheduler" in said
+
+
+async def test_an_executor_that_fails_to_open_fails(tmp_path: Path) -> None:
+    class Failing(executor_pb2_grpc.ExecutorServicer):
+        async def Open(self, request: Any, context: Any) -> Any:  # noqa: N802 - the contract's name
+            raise ZeroDivisionError
+
+    server = grpc.aio.server()
+    executor_pb2_grpc.add_ExecutorServicer_to_server(Failing(), server)
+    address = f"unix:{tmp_path}/e.sock"
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        code, outcomes = await verdicts(address)
+    finally:
+        await server.stop(None)
     assert code == 1
     assert list(outcomes) == ["open"]
     assert "cannot be opened" in outcomes["open"].sentence
