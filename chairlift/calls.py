@@ -23,7 +23,6 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ADDRESS_VARIABLE = "CHAIRLIFT_ADDRESS"
 API_KEY_VARIABLE = "CHAIRLIFT_API_KEY"
-_TIME_IS_OVER = "Deadline Exceeded"  # gRPC's own words, on the client's side
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -127,8 +126,10 @@ def failure(refusal: RequestError, router: Router) -> ChairliftError:
             message = f"nobody answers at {router.address} (is `chairlift serve` running there?)"
         elif why is not None:
             message = f"no connection to the router at {router.address}: {why}"
-    elif message == _TIME_IS_OVER:
+    elif refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED:  # in one of gRPC's many ways, or the router's
         message = f"the time given was over before the router at {router.address} had answered"
+    elif refusal.code is grpc.StatusCode.UNAUTHENTICATED and not router.api_key:
+        message = f"{message} (set {API_KEY_VARIABLE})"
     return ChairliftError(
         refusal.code.name,
         message,

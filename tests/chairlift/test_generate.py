@@ -96,6 +96,31 @@ async def test_a_router_that_does_not_answer_in_time_is_told_with_the_address(
     assert said.endswith(" had answered [DEADLINE_EXCEEDED]\n")
 
 
+@pytest.mark.parametrize("words", ["Deadline Exceeded", "Stream removed (Deadline Exceeded)", "too late"])
+async def test_time_that_is_over_is_told_in_one_way(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = FakeRouter()
+    router.refusal = RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, words)
+    assert await run(router, tmp_path, "Hi") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("chairlift generate: the time given was over before the router at unix:")
+
+
+async def test_a_key_that_is_missing_is_told_with_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = FakeRouter()
+    router.refusal = RequestError(grpc.StatusCode.UNAUTHENTICATED, "an API key is required")
+    monkeypatch.delenv("CHAIRLIFT_API_KEY", raising=False)
+    assert await run(router, tmp_path, "Hi") == 1
+    expected = "chairlift generate: an API key is required (set CHAIRLIFT_API_KEY) [UNAUTHENTICATED]\n"
+    assert capsys.readouterr().err == expected
+    monkeypatch.setenv("CHAIRLIFT_API_KEY", "wrong")
+    assert await run(router, tmp_path, "Hi") == 1
+    assert "(set" not in capsys.readouterr().err
+
+
 def test_nobody_there_is_told_with_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"unix:{tmp_path}/nobody.sock"
     assert generate.main(["Hi", "--address", address]) == 1
