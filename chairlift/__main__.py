@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import signal
 import sys
+from pathlib import Path
 
 import rpc.quiet  # noqa: F401 - before anything of ours imports grpc
 from chairlift.origins import foreign_packages
@@ -49,12 +50,27 @@ def main(argv: list[str] | None = None) -> int:
         print(*(f"chairlift: {complaint}" for complaint in complaints), sep="\n", file=sys.stderr)
         return 2
     if command in _SERVICES:
+        flags = _with_folder(command, rest)
         # An exec, not a child: signals, exit code and process id are the service's own.
-        os.execv(sys.executable, [sys.executable, "-m", command, *rest])  # noqa: S606 - our own module
+        os.execv(sys.executable, [sys.executable, "-m", command, *flags])  # noqa: S606 - our own module
     if command in _COMMANDS:
         return _run(command, rest)
     _parser().parse_args([command, *rest])  # prints help or version, or refuses the command
     return 0
+
+
+def _with_folder(service: str, flags: list[str]) -> list[str]:
+    """A service's flags, the name of a pulled model made its folder: services know nothing of pulling."""
+    parser = Parser(prog=f"chairlift {service}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", default=os.environ.get("CHAIRLIFT_MODEL"))
+    options, others = parser.parse_known_args(flags)
+    if options.model is None or Path(options.model).exists():
+        return flags
+    pull, errors = importlib.import_module("chairlift.pull"), importlib.import_module("rpc.errors")
+    try:
+        return [*others, "--model", str(pull.resolve(options.model, pull.default_models_dir()))]
+    except errors.StartError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 def _run(command: str, argv: list[str]) -> int:

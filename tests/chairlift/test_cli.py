@@ -92,6 +92,33 @@ def test_a_service_command_becomes_the_service(service: str) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("service", ["router", "executor"])
+def test_a_service_command_takes_the_name_of_a_pulled_model(service: str, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    (models / "tiny").mkdir(parents=True)
+    (models / "tiny" / "SHA256SUMS").touch()  # pulled, and there is nothing in it
+    named = os.environ | {"CHAIRLIFT_MODELS_DIR": str(models)}
+    listen = ["--listen", f"unix:{tmp_path}/service.sock"]
+    listen += ["--scheduler", f"unix:{tmp_path}/s.sock"] if service == "router" else []
+    for flags, environment in (
+        (["--model", "tiny"], named),
+        (["--model=tiny"], named),
+        ([], named | {"CHAIRLIFT_MODEL": "tiny"}),
+    ):
+        done = chairlift(service, *flags, *listen, env=environment)
+        assert done.returncode == 2
+        assert f"{models}/tiny" in done.stderr.splitlines()[-1]  # found, and looked into
+    done = chairlift(service, "--model", "small", *listen, env=named)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"chairlift {service}: --model: 'small' is neither a path that exists nor a model in {models}/ "
+        "(there is tiny); to fetch one: chairlift pull "
+    )
+    done = chairlift(service, "--model", env=named)
+    assert done.returncode == 2
+    assert "--model" in done.stderr
+
+
 def test_our_own_packages_are_ours() -> None:
     assert foreign_packages(["protos", "rpc", "router", "scheduler", "executor"]) == []
     assert foreign_packages(["no_such_package_anywhere"]) == []
