@@ -16,7 +16,7 @@ from scheduler.waiting import Policy
 
 DEFAULT_TENANT = "default"
 # What routers read in the tables of the tenants' file: who may ask, and what.
-KEYS_OF_ROUTERS = frozenset({"keys", "best_priority", "admin"})
+KEYS_OF_ROUTERS = ("keys", "best_priority", "admin")
 
 
 class SchedulerSettings(ServiceSettings):
@@ -210,7 +210,9 @@ def read_tenants(path: str) -> dict[str, TenantLimits]:
         return {}
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ValueError((error.strerror or str(error)).lower()) from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"it cannot be read as TOML: {error}") from error
     known = [field.name for field in fields(TenantLimits)]
     limits = {}
@@ -220,7 +222,8 @@ def read_tenants(path: str) -> dict[str, TenantLimits]:
         mine = {key: value for key, value in table.items() if key not in KEYS_OF_ROUTERS}
         for key, value in mine.items():
             if key not in known:
-                raise ValueError(f"[{name}] has {key}, which is none of: {', '.join(known)}")
+                names = ", ".join((*KEYS_OF_ROUTERS, *known))
+                raise ValueError(f"[{name}] has {key}, which is none of: {names}")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"[{name}] {key} is {value!r}: it must be a number")  # noqa: TRY004
         try:

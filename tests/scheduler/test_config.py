@@ -79,7 +79,11 @@ def test_a_scheduler_is_named_after_where_it_listens_unless_it_is_told() -> None
     [
         ("[t]\nweight = 0", r"\[t\] weight is 0: it must be more than 0"),
         ("[t]\nweight = -1.5", r"\[t\] weight is -1.5: it must be more than 0"),
-        ("[t]\nmax_block = 3", r"\[t\] has max_block, which is none of: weight, "),
+        (
+            "[t]\nmax_block = 3",
+            r"\[t\] has max_block, which is none of: keys, best_priority, admin, weight, ",
+        ),
+        ("[t]\nkyes = []", r"\[t\] has kyes, which is none of: keys, best_priority, admin, weight, "),
         ("[t]\nmax_blocks = true", "must be a number"),
         ("weight = 2", "weight is no table"),
         ("[t", "cannot be read as TOML"),
@@ -92,6 +96,12 @@ def test_a_tenants_file_that_cannot_be_is_told_by_table_and_name(
     path.write_text(text)
     with pytest.raises(StartError, match=sentence):
         settings("--tenants", str(path))
+
+
+def test_a_tenants_file_that_is_not_there_is_told_so(tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "nope.toml", "no such file or directory"), (tmp_path, "is a directory")):
+        with pytest.raises(StartError, match=f"^--tenants is {path}: {why}$"):
+            settings("--tenants", str(path))
 
 
 def test_what_routers_read_in_the_tenants_file_is_passed_over(tmp_path: Path) -> None:
