@@ -25,7 +25,7 @@ _ADVANCE_EVERY = 64  # requests: a bar that moves more often costs more than it 
 
 
 def main(argv: list[str]) -> int:
-    """Simulates each scheme asked for; returns the exit code."""
+    """Simulates each scheme asked for; returns the exit code: 1 when one of them took no request."""
     parser = Parser(
         prog="chairlift simulate",
         description=about(__doc__),
@@ -76,7 +76,16 @@ def main(argv: list[str]) -> int:
     if not options.quiet:
         for rate, (summaries, _) in zip(options.rates or [None], runs, strict=True):
             show(table(summaries, rate))
-    return 0
+    idle = list(
+        dict.fromkeys(item.scheme for each, _ in runs for item in each if item.refused == item.requests)
+    )
+    if idle:
+        print(
+            f"chairlift simulate: {', '.join(idle)} refused every request: one has room for "
+            f"{choice.setup.max_len:,} tokens, prompt and output (--max-seq-len, --num-blocks)",
+            file=sys.stderr,
+        )
+    return int(bool(idle))
 
 
 Run = tuple[list[Summary], dict[str, pictures.Watcher]]
@@ -130,7 +139,10 @@ def table(summaries: list[Summary], rate: float | None = None) -> Table:
     for item in summaries:
         result.add_column(item.scheme, justify="right")
     for head, cell in _CELLS.items():
-        result.add_row(head, *(cell(item) for item in summaries))
+        cells = [cell(item) for item in summaries]
+        result.add_row(
+            head, *("-" if text.startswith("nan") else text for text in cells)
+        )  # nobody came to that
     return result
 
 

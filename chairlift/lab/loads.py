@@ -62,7 +62,9 @@ def read_trace(path: Path) -> list[Row]:
                         f"before the {previous:g} of the line above"
                     )
                 rows.append(row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise LoadError(f"the trace {path} cannot be read: {error.strerror or error}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
         raise LoadError(f"the trace {path} cannot be read: {error}") from error
     if not rows:
         raise LoadError(f"the trace {path} holds no requests")
@@ -230,7 +232,7 @@ class Load:
         if self.arrivals != "trace":
             gaps(self.arrivals, 1.0)
             if self.rate is None and self.arrivals != "at-once":
-                raise LoadError(f"arrivals {self.arrivals!r} need a rate")
+                raise LoadError(f"arrivals {self.arrivals!r} need a rate: --rate, requests a second")
         elif not self.rows:
             raise LoadError("arrivals 'trace' need a trace")
         elif any(row.time is None for row in self.rows):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from chairlift.lab.loads import Load, read_trace, tenants
 from chairlift.lab.run import Setup
-from chairlift.lab.step_times import PRESETS, Roofline, from_json, preset
+from chairlift.lab.step_times import PRESETS, Linear, Roofline, from_json, preset
 from scheduler.policy import Admission, Limits
 from scheduler.waiting import Policy
 
@@ -107,8 +107,9 @@ def add_flags(parser: argparse.ArgumentParser, *, default_requests: int) -> None
 
 def choice_of(options: argparse.Namespace) -> Choice:
     """What they choose. Raises SetupError, LoadError or StepTimesError."""
+    step_times = preset(options.preset) if options.preset else from_json(options.step_times)
     load = _load_of(options)
-    return Choice(load, _setup_of(options, shares_prefixes=load.shares_prefixes))
+    return Choice(load, _setup_of(options, step_times, shares_prefixes=load.shares_prefixes))
 
 
 def _load_of(options: argparse.Namespace) -> Load:
@@ -133,7 +134,7 @@ def _load_of(options: argparse.Namespace) -> Load:
     )
 
 
-def _setup_of(options: argparse.Namespace, *, shares_prefixes: bool) -> Setup:
+def _setup_of(options: argparse.Namespace, step_times: Roofline | Linear, *, shares_prefixes: bool) -> Setup:
     for name in (
         "block_size",
         "max_num_seqs",
@@ -145,7 +146,6 @@ def _setup_of(options: argparse.Namespace, *, shares_prefixes: bool) -> Setup:
         _check_at_least_one(name, getattr(options, name))
     if options.executors > MAX_EXECUTORS:
         raise SetupError(f"--executors is {options.executors}: at most {MAX_EXECUTORS} are simulated")
-    step_times = preset(options.preset) if options.preset else from_json(options.step_times)
     num_blocks = options.num_blocks
     if num_blocks is None:
         if not isinstance(step_times, Roofline):

@@ -169,7 +169,10 @@ def from_json(path: Path) -> Linear:
     """Prices from a file: {"base_us": …, "per_token_us": …}. Raises StepTimesError."""
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        why = f"{error.strerror or error} (`chairlift calibrate` makes them)"
+        raise StepTimesError(f"step times cannot be read from {path}: {why}") from error
+    except ValueError as error:
         raise StepTimesError(f"step times cannot be read from {path}: {error}") from error
     known = [item.name for item in fields(Linear)]
     if not isinstance(values, dict):

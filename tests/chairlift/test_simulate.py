@@ -43,6 +43,18 @@ def test_one_token_each_has_nothing_between_tokens_and_json_knows_no_nan(tmp_pat
     assert json.loads(path.read_text())[0]["between_tokens_p50"] is None
 
 
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_a_load_that_nobody_takes_is_no_success(quiet: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--preset", "opt-13b-a100-40", "--prompt", "5000", "--output", "5", "--requests", "3"]
+    assert simulate.main([*args, "--arrivals", "at-once", "--max-seq-len", "2048", *quiet]) == 1
+    out, err = capsys.readouterr()
+    assert err == (
+        "chairlift simulate: chairlift refused every request: one has room for 2,048 tokens, "
+        "prompt and output (--max-seq-len, --num-blocks)\n"
+    )
+    assert "nan" not in out
+
+
 def test_a_trace_its_rhythm_and_prices_from_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,7 +76,13 @@ def test_a_trace_its_rhythm_and_prices_from_a_file(
         (["--preset", "gpt5", "--prompt", "5", "--output", "5", "--rate", "1"], "no preset is named 'gpt5'"),
         (["--preset", "opt-13b-a100-40", "--prompt", "5"], "either --trace or both --prompt and --output"),
         ([*SMALL, "--rate", "0"], "the rate is 0 requests a second"),
-        ([*SMALL], "arrivals 'poisson' need a rate"),
+        ([*SMALL], "arrivals 'poisson' need a rate: --rate, requests a second"),
+        ([*SMALL, "--preset", "nope"], "no preset is named 'nope'"),  # before what else is wrong
+        (["--step-times", "nope.json"], "from nope.json: No such file or directory (`chairlift calibrate`"),
+        (
+            ["--preset", "opt-13b-a100-40", "--trace", "nope.csv"],
+            "nope.csv cannot be read: No such file or dir",
+        ),
         ([*SMALL, "--rate", "1", "--max-num-seqs", "0"], "--max-num-seqs is 0: it must be at least 1"),
         ([*SMALL, "--rate", "1", "--executors", "1000"], "--executors is 1000: at most 64"),
         ([*SMALL, "--rate", "1", "--arrivals", "at-once"], "come all at once have no rate"),
