@@ -132,17 +132,15 @@ def _counted(load: Load, progress: Progress, task: TaskID) -> Iterator[Arrival]:
 
 
 def table(summaries: list[Summary], rate: float | None = None) -> Table:
-    """A column for each run, all at this rate."""
+    """A column for each run, all at this rate; a dash where nobody came to that."""
     at = "" if rate is None else f", {rate:g} a second"
     result = Table(title=_title(summaries[0]) + at, title_justify="left")
     result.add_column("")
     for item in summaries:
         result.add_column(item.scheme, justify="right")
     for head, cell in _CELLS.items():
-        cells = [cell(item) for item in summaries]
-        result.add_row(
-            head, *("-" if text.startswith("nan") else text for text in cells)
-        )  # nobody came to that
+        cells = (cell(item) for item in summaries)
+        result.add_row(head, *("-" if text.startswith("nan") else text for text in cells))
     return result
 
 

@@ -104,12 +104,13 @@ class ServiceSettings(Settings):
     def tls(self) -> Tls | None:
         """The certificates; None where none are given. Raises StartError."""
         files = TlsFiles(self.tls_cert, self.tls_key, self.tls_ca, self.tls_server_name)
-        if files and not files.cert:
+        made = Tls(files) if files else None  # what is wrong with a file comes first
+        if made is not None and not made.has_certificate:
             raise StartError(
                 "--tls-ca is given without --tls-cert and --tls-key: a service that speaks TLS to others is "
                 "served by TLS too"
             )
-        return Tls(files) if files else None
+        return made
 
 
 def load(settings_class: type[S], argv: list[str], *, prog: str) -> S:

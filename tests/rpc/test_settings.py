@@ -51,6 +51,11 @@ def test_each_field_is_a_flag_and_a_variable_and_the_flag_wins(monkeypatch: pyte
     assert read("--max-num-seats=7").max_num_seats == 7
 
 
+def test_a_file_that_is_missing_is_told_before_one_that_was_not_given() -> None:
+    with pytest.raises(StartError, match=r"^--tls-ca is /no/such\.crt: no such file or directory$"):
+        read("--tls-ca", "/no/such.crt").tls()
+
+
 def test_defaults_of_every_service() -> None:
     settings = read()
     assert settings.grace_seconds == 30
