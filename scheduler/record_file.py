@@ -74,8 +74,8 @@ def chunks(file: BinaryIO, *, may_be_cut: bool = False) -> Iterator[Chunk]:
             if may_be_cut:
                 return
             raise RecordError(
-                f"the record is cut off in chunk {number} at byte {offset}: its writer was killed, or is still "
-                "writing it, or a part is missing (--cut replays what is whole)"
+                f"the record is cut off in chunk {number} at byte {offset}: its writer was killed, or it is "
+                "still being written, or a part is missing (--cut replays what is whole)"
             )
         checksum = _checksum(checksum, head[: _HEAD.size], body)
         if checksum != head[_HEAD.size :]:

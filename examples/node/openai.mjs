@@ -2,7 +2,8 @@
 import OpenAI from "openai";
 
 const [url = "http://127.0.0.1:8000", question = "What is the capital of France?"] = process.argv.slice(2);
-const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
+const baseURL = `${url.replace(/\/+(v1\/*)?$/, "")}/v1`; // with or without /v1, as people have it
+const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const model = (await client.models.list()).data[0].id;
 const messages = [{ role: "user", content: question }];
 

@@ -82,8 +82,9 @@ def test_node(server: Cluster, node_folder: Path) -> None:
     assert "INVALID_ARGUMENT: sampling.temperature is -1" in said
 
 
-def test_openais_own_client_for_node(server: Cluster, url: str, node_folder: Path) -> None:
-    said = run("node", "openai.mjs", url, "Hi", cwd=node_folder)
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_openais_own_client_for_node(server: Cluster, url: str, node_folder: Path, path: str) -> None:
+    said = run("node", "openai.mjs", url + path, "Hi", cwd=node_folder)
     text = answer_to(server, "Hi", 48)
     assert said.startswith(f"{text}\n48 tokens\nwhole: {text}\n")
     assert "held: boolean" in said
