@@ -49,10 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"the router (default: %(default)s; {ADDRESS_VARIABLE})",
     )
     parser.add_argument(
-        "--wait",
-        metavar="SECONDS",
-        type=positive,
-        help="wait until it serves, at most so long (default: 0)",
+        "--wait", metavar="SECONDS", type=positive, help="wait until it serves, at most so long"
     )
     tls.add_flags(parser)
     epilog = f"The API key, where one is wanted, is the environment variable {API_KEY_VARIABLE}."

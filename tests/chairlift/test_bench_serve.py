@@ -95,7 +95,7 @@ def test_what_cannot_be_done_is_said(
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--address", "localhost:1"], ["--tls-ca", "ca.pem"]])
+@pytest.mark.parametrize("flags", [["--address", "localhost:1"], ["--wait", "9"], ["--tls-ca", "ca.pem"]])
 def test_one_door_is_measured(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         bench_serve.main(["--rate", "1", "--num-requests", "1", "--url", "http://127.0.0.1:1/v1", *flags])
