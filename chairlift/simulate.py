@@ -76,19 +76,23 @@ def main(argv: list[str]) -> int:
     if not options.quiet:
         for rate, (summaries, _) in zip(options.rates or [None], runs, strict=True):
             show(table(summaries, rate))
-    idle = list(
-        dict.fromkeys(item.scheme for each, _ in runs for item in each if item.refused == item.requests)
-    )
-    if idle:
-        print(
-            f"chairlift simulate: {', '.join(idle)} refused every request: one has room for "
-            f"{choice.setup.max_len:,} tokens, prompt and output (--max-seq-len, --num-blocks)",
-            file=sys.stderr,
-        )
-    return int(bool(idle))
+    return _refusals_told(runs, choice.setup.max_len)
 
 
 Run = tuple[list[Summary], dict[str, pictures.Watcher]]
+
+
+def _refusals_told(runs: list[Run], max_len: int) -> int:
+    """Says which schemes took no request, and returns the exit code: 1 when there is one."""
+    every = [item for summaries, _ in runs for item in summaries]
+    refusing = list(dict.fromkeys(item.scheme for item in every if item.refused == item.requests))
+    for scheme in refusing:
+        print(
+            f"chairlift simulate: {scheme} refused every request: one has room for {max_len:,} tokens, "
+            "prompt and output (--max-seq-len, --num-blocks)",
+            file=sys.stderr,
+        )
+    return 1 if refusing else 0
 
 
 def _figures(rates: list[float] | None, runs: list[Run]) -> list[dict[str, object]]:
