@@ -120,7 +120,6 @@ class Epoch:
         for as long as the connection lasts, even after the call was cancelled.
         """
         state = self._state
-        state.is_away = False
         state.clock.resumed(self._loop.now())
         watching = asyncio.ensure_future(self._watch_steps())
         reading = asyncio.ensure_future(self._apply_results(stream))
@@ -142,8 +141,13 @@ class Epoch:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write_plans(self, stream: ExecuteStream) -> None:
-        """Sends again what has no answer, then whatever there is to plan whenever there may be something."""
+        """Sends again what has no answer, then whatever there is to plan whenever there may be something.
+
+        Nothing is planned for who may be dead: it would wait there, and be suspected of that death.
+        """
         state, wake = self._state, self._wake
+        await stream.connected()
+        state.is_away = False
         for unanswered in state.session.resend():
             await stream.send(wire.plan_message(unanswered).SerializeToString())
         while True:

@@ -19,6 +19,7 @@ from scheduler.plan import Capacity, StepResult
 
 _log = structlog.get_logger()
 OPEN_TIMEOUT_SECONDS = 5.0
+_LOOK_SECONDS = 0.005
 _EXECUTE = f"/{executor_pb2.DESCRIPTOR.services_by_name['Executor'].full_name}/Execute"
 
 
@@ -89,7 +90,7 @@ class ExecutorClient:
         execute = self._line.channel.stream_stream(
             _EXECUTE, request_serializer=None, response_deserializer=executor_pb2.StepResult.FromString
         )
-        return ExecuteStream(execute(None), self._tls)
+        return ExecuteStream(execute(None), self._line.channel, self._tls)
 
 
 class ExecuteStream:
@@ -98,10 +99,18 @@ class ExecuteStream:
     def __init__(
         self,
         call: "grpc.aio.StreamStreamCall[bytes, executor_pb2.StepResult]",
+        channel: grpc.aio.Channel,
         tls: Tls | None = None,
     ) -> None:
         self._call = call
+        self._channel = channel
         self._tls = tls
+
+    async def connected(self) -> None:
+        """Returns once there is a connection; where there is none, `results` raises. A call begins before."""
+        # Not by `channel_ready`: what waits for a change of state, and is cancelled, complains when it comes.
+        while self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def send(self, message: bytes) -> None:
         """Sends one BatchPlan, serialized. Raises what the end of the stream means."""

@@ -11,11 +11,11 @@ import pytest
 from protos.v1 import executor_pb2
 from scheduler.core import SchedulerCore
 from scheduler.epoch import Epoch, Loss
-from scheduler.executor_client import ExecuteStream, HeldError, Opened
+from scheduler.executor_client import ExecuteStream, ExecutorUnreachableError, HeldError, Opened
 from scheduler.loop import SchedulerLoop
 from scheduler.plan import StepResult
 from scheduler.policy import Limits
-from scheduler.sequence import Request
+from scheduler.sequence import Request, State
 from tests.rig import toy_executor
 from tests.rig.checking_executor import capacity
 from tests.scheduler.shell import (
@@ -161,6 +161,9 @@ class DeafStream:
         self._end = end
         self._is_writing = asyncio.Event()
 
+    async def connected(self) -> None:
+        pass
+
     async def send(self, _: bytes) -> None:
         self._is_writing.set()
         await asyncio.Event().wait()
@@ -197,6 +200,44 @@ async def test_an_executor_that_takes_nothing_is_found_out_though_its_writer_is_
 async def test_the_end_of_a_stream_is_seen_though_its_writer_is_held_up() -> None:
     held = HeldError("another scheduler has it", "new", 7)
     assert (await _loss_of(DeafStream(held))).held is held
+
+
+class DeadStream:
+    """To nobody: the call has begun, and nobody has answered yet."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+
+    async def connected(self) -> None:
+        self.num_begun += 1
+        await asyncio.Event().wait()
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        await asyncio.sleep(0.01)
+        raise ExecutorUnreachableError("nobody answers")
+        yield  # never
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_nothing_is_planned_for_an_executor_that_is_not_connected_again() -> None:
+    """Else it waited there while others could compute it, and was found guilty of two deaths it never saw."""
+    core = SchedulerCore(Limits())
+    loop = SchedulerLoop(core, on_serving=lambda serving, reason: None)
+    stream = DeadStream()
+    for executor_id in ("a", "b"):
+        wake = asyncio.Event()
+        loop.executor_attached(executor_id, Opened(1, 1, capacity()), wake)
+        epoch = Epoch(loop, executor_id, wake, reattach_seconds=0.1, step_timeout_seconds=60.0)
+        seq = core.submit(Request(b"k" * 16, "a", array("I", [1, 2]), b"", 5), now=loop.now())
+        before = stream.num_begun
+        async with asyncio.timeout(20):
+            loss = await epoch.run(lambda: cast(ExecuteStream, stream))
+        assert stream.num_begun > before + 1
+        assert (loss.is_crash, seq.state) == (True, State.WAITING)
+        loop.executor_lost(executor_id, loss.reason, is_crash=True)
+    assert not core.inquiry
 
 
 # --- an executor that lies ----------------------------------------------------------------------------

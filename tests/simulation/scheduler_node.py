@@ -496,7 +496,7 @@ class _ExecutorPeer:
         end.on_message = self._receive
         end.on_end = self._stream_ended
         state = self._state
-        state.is_away = False
+        state.is_away = not self._node.process.is_up  # the connection tells
         state.clock.resumed(self._scheduler.now)
         for plan in state.session.resend():
             self._scheduler.world.note(self._scheduler.name, f"sends step {plan.step_id} again")
@@ -508,8 +508,8 @@ class _ExecutorPeer:
         return self._core.executors[self._node.name]
 
     def send_plans(self) -> None:
-        """As many as the core has and the window lets through."""
-        if self._end is None:
+        """As many as the core has and the window lets through; none to who is not there."""
+        if self._end is None or self._state.is_away:
             return
         scheduler = self._scheduler
         while (plan := self._core.schedule(self._node.name, scheduler.now)) is not None:
