@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.__main__ import main
+from chairlift.__main__ import _with_folder, main
 from chairlift.origins import foreign_packages
 
 
@@ -92,31 +92,46 @@ def test_a_service_command_becomes_the_service(service: str) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.fixture
+def pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a model `tiny` that was pulled, with nothing in it."""
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "SHA256SUMS").touch()
+    monkeypatch.setenv("CHAIRLIFT_MODELS_DIR", str(folder.parent))
+    return folder
+
+
 @pytest.mark.parametrize("service", ["router", "executor"])
-def test_a_service_command_takes_the_name_of_a_pulled_model(service: str, tmp_path: Path) -> None:
-    models = tmp_path / "models"
-    (models / "tiny").mkdir(parents=True)
-    (models / "tiny" / "SHA256SUMS").touch()  # pulled, and there is nothing in it
-    named = os.environ | {"CHAIRLIFT_MODELS_DIR": str(models)}
-    listen = ["--listen", f"unix:{tmp_path}/service.sock"]
-    listen += ["--scheduler", f"unix:{tmp_path}/s.sock"] if service == "router" else []
-    for flags, environment in (
-        (["--model", "tiny"], named),
-        (["--model=tiny"], named),
-        ([], named | {"CHAIRLIFT_MODEL": "tiny"}),
+def test_a_service_command_takes_the_name_of_a_pulled_model(
+    service: str, pulled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = ["--listen", "unix:s.sock"]
+    folder = [*others, "--model", str(pulled)]
+    assert _with_folder(service, [*others, "--model", "tiny"]) == folder
+    assert _with_folder(service, ["--model=tiny", *others]) == folder
+    assert _with_folder(service, folder) == folder
+    assert _with_folder(service, others) == others
+    monkeypatch.setenv("CHAIRLIFT_MODEL", "tiny")
+    assert _with_folder(service, others) == folder
+    for flags, complaint in (
+        (
+            ["--model", "small"],
+            f"--model: 'small' is neither a path that exists nor a model in {pulled.parent}/",
+        ),
+        (["--model"], "--model"),
     ):
-        done = chairlift(service, *flags, *listen, env=environment)
-        assert done.returncode == 2
-        assert f"{models}/tiny" in done.stderr.splitlines()[-1]  # found, and looked into
-    done = chairlift(service, "--model", "small", *listen, env=named)
+        with pytest.raises(SystemExit) as left:
+            _with_folder(service, flags)
+        assert left.value.code == 2
+        assert complaint in capsys.readouterr().err
+
+
+def test_the_service_looks_into_the_folder_of_that_name(pulled: Path) -> None:
+    listen = ["--listen", f"unix:{pulled.parent}/r.sock", "--scheduler", f"unix:{pulled.parent}/s.sock"]
+    done = chairlift("router", "--model", "tiny", *listen)
     assert done.returncode == 2
-    assert done.stderr.startswith(
-        f"chairlift {service}: --model: 'small' is neither a path that exists nor a model in {models}/ "
-        "(there is tiny); to fetch one: chairlift pull "
-    )
-    done = chairlift(service, "--model", env=named)
-    assert done.returncode == 2
-    assert "--model" in done.stderr
+    assert str(pulled) in done.stderr.splitlines()[-1]
 
 
 def test_our_own_packages_are_ours() -> None:

@@ -218,13 +218,18 @@ async def test_the_real_model_one_by_one_equals_the_oracle(real: Cluster, real_o
 @pytest.mark.model
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("window", "budget"),
-    [pytest.param(1, 2048, marks=pytest.mark.soak), (2, 64), pytest.param(2, 7, marks=pytest.mark.soak)],
+    ("window", "budget", "count"),
+    [
+        pytest.param(1, 2048, 10, marks=pytest.mark.soak),
+        (2, 64, 6),
+        pytest.param(2, 64, 10, marks=pytest.mark.soak),
+        pytest.param(2, 7, 3, marks=pytest.mark.soak),
+    ],
 )
 async def test_the_real_model_at_once_equals_the_oracle(
-    window: int, budget: int, real: Cluster, real_oracle: Oracle
+    window: int, budget: int, count: int, real: Cluster, real_oracle: Oracle
 ) -> None:
-    texts = [text for text in real_prompts(10) if len(text) < 300][: 3 if budget == 7 else 10]
+    texts = [text for text in real_prompts(10) if len(text) < 300][:count]
     flags = ("--window", str(window), "--max-num-batched-tokens", str(budget))
     await check_real_model(real, real_oracle, texts, 24, *flags)
 
