@@ -5,6 +5,7 @@ order. Work is put on one stream, in the order of the calls, and is done later; 
 but an event. Knows no model, no step.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -69,7 +70,8 @@ class CudaEvent:
     """`Event` of CUDA."""
 
     def __init__(self) -> None:
-        self.mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        # Who waits sleeps meanwhile: one that spins takes a core from the threads that make the next step.
+        self.mark: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         """Behind all on the current stream."""
@@ -86,11 +88,15 @@ class CudaEvent:
 
 
 class Cuda:
-    """`Accelerator` of CUDA. All captured work shares one pool of memory: one graph runs at a time."""
+    """`Accelerator` of CUDA. Graphs that live at one time share one pool of memory: one runs at a time.
+
+    A pool is shared by its graph and not by its id: when its last graph is gone the allocator counts it as
+    nobody's, keeps it while anything lies in it, and takes its id for a mistake.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool: Any = None
+        self._last_graph: weakref.ref[torch.cuda.CUDAGraph] | None = None
 
     def event(self) -> Event:
         """A mark with a time."""
@@ -110,9 +116,10 @@ class Cuda:
         work()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        alive = None if self._last_graph is None else self._last_graph()
+        with torch.cuda.graph(graph, pool=None if alive is None else alive.pool()):
             work()
-        self._pool = graph.pool()
+        self._last_graph = weakref.ref(graph)
         return graph
 
     def memory(self) -> DeviceMemory:
