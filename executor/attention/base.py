@@ -73,6 +73,9 @@ class AttentionBackend(Protocol):
     can_be_captured: bool
     """Whether a decode step's work depends on nothing but tensors and the number of rows: so that it can be
     captured once and done again for other sequences."""
+    needs_clean_tails: bool
+    """Whether it multiplies what lies in a context's last block behind its end, with a probability of zero:
+    a NaN that a block's last owner left there would be carried into another row."""
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:

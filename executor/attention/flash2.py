@@ -45,6 +45,7 @@ class Flash2Attention:
     name = "flash2"
     block_size = BLOCK_MULTIPLE
     can_be_captured = True
+    needs_clean_tails = False
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:

@@ -31,6 +31,7 @@ class Flash3Attention:
     name = "flash3"
     block_size = 16
     can_be_captured = True
+    needs_clean_tails = True
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:

@@ -54,6 +54,7 @@ class TritonAttention:
     name = "triton"
     block_size = 16
     can_be_captured = True
+    needs_clean_tails = False
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:

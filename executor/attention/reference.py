@@ -66,6 +66,7 @@ class ReferenceAttention:
     name = "reference"
     block_size = 16
     can_be_captured = False  # its groups depend on the lengths
+    needs_clean_tails = False
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:  # noqa: ARG003 - it serves everything

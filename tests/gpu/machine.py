@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -13,6 +14,17 @@ from executor.accelerator import Accelerator, Cuda
 from executor.attention.base import AttentionBackend, AttentionSpec
 from executor.runner import BACKENDS
 from tests.rig.fake_device import FakeDevice
+
+Report = Callable[[dict[str, Any]], None]
+"""Takes what a part has found so far."""
+
+
+class WrongError(Exception):
+    """A part found something wrong; `result` has what it found."""
+
+    def __init__(self, sentence: str, result: dict[str, Any]) -> None:
+        self.result = result
+        super().__init__(sentence)
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,15 @@ class Machine:
         if self.is_gpu:
             torch.cuda.synchronize()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether this process can use the device no more: after an illegal access every call fails."""
+        try:
+            self.synchronize()
+        except Exception:  # noqa: BLE001 - whatever it is
+            return True
+        return False
+
     def seconds(self, work: Callable[[], None], *, times: int = 5, warm_ups: int = 2) -> float:
         """The median of so many runs by the GPU's own clock; on the CPU one run."""
         if not self.is_gpu:
@@ -69,7 +90,15 @@ class Machine:
         return median(start.elapsed_time(end) for start, end in marks) / 1e3
 
     def spec(
-        self, head_dim: int, num_kv_heads: int, group: int, block_size: int, dtype: torch.dtype | None = None
+        self,
+        head_dim: int,
+        num_kv_heads: int,
+        group: int,
+        block_size: int,
+        dtype: torch.dtype | None = None,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> AttentionSpec:
         return AttentionSpec(
             device=self.device,
@@ -79,6 +108,8 @@ class Machine:
             head_dim=head_dim,
             block_size=block_size,
             scale=head_dim**-0.5,
+            soft_cap=soft_cap,
+            has_window=window is not None,
         )
 
     def refusals(self, spec: AttentionSpec) -> dict[str, str | None]:

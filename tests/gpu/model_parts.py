@@ -1,5 +1,7 @@
-"""Parts 4, 6 and 7 of the GPU check: captured steps, the sampler, and a whole step of a large model."""
+"""Parts 3 to 5 of the GPU check: captured steps, the sampler, and a whole step of a large model."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from executor import late_sampler, sampler
 from executor.adjustments import adjustment_of
 from executor.attention.base import AttentionBackend
 from executor.captured import CapturedDecode, padded
-from executor.inputs import SampleRow, StepBatch, build_inputs
+from executor.inputs import SampleRow, StepBatch, StepInputs, build_inputs
 from executor.kv_cache import KVCache
 from executor.model.config import LayerKind, ModelConfig, Rope
 from executor.model.decoder import Decoder
@@ -19,11 +21,10 @@ from executor.operations.base import Linear, Norm
 from executor.operations.plain import PlainOperations
 from executor.philox import philox4x32
 from executor.pipeline import Pipeline
+from executor.runner import BACKENDS
 from executor.sequences import IN_FLIGHT, Row, SamplingParams
-from executor.staging import Staging
-from tests.gpu.attention_parts import WrongError
-from tests.gpu.machine import Machine
-from tests.rig.fake_device import FakeDevice
+from executor.staging import Staging, StepArrays, arrays_of
+from tests.gpu.machine import Machine, Report, WrongError
 
 SMALL = {"num_layers": 2, "hidden": 64, "mlp": 128, "vocab": 272, "heads": 2, "kv_heads": 1, "head_dim": 32}
 MIDDLE = {
@@ -138,60 +139,40 @@ class Model:
         return build_inputs(rows, self.block_size)
 
 
-def backends(machine: Machine) -> list[type[AttentionBackend]]:
-    """Those that can be captured, each with blocks of its own size; in the interpreter one that is quick."""
-    found = {backend for size in (16, 256) for backend in machine.backends(machine.spec(64, 4, 4, size))}
-    return sorted((each for each in found if each.can_be_captured), key=lambda each: each.name)
+PLANS = ([900, 3, 77, 300, 1], [5, 600, 16], [1000] * 8, [2])
+"""Lengths of the rows' contexts."""
 
 
 @torch.inference_mode()
-def graphs(machine: Machine) -> dict[str, Any]:
-    """Two plans through one capture, beside the same steps operation by operation."""
-    if not machine.is_gpu:
-        # The interpreter cannot be captured; tests/executor/test_captured.py has a fake graph.
-        return {"not_run": "there is no GPU"}
-    found: dict[str, Any] = {}
-    for backend in backends(machine):
-        model = Model(machine, backend, MIDDLE, num_blocks=2 * 8192 // backend.block_size)
-        captured = model.captured((1, 2, 4, 8, 16))
-        worst, are_equal = 0.0, True
-        for seed, lengths in enumerate(([900, 3, 77, 300, 1], [5, 600, 16], [1000] * 8, [2])):
-            batch = model.decode_step(lengths, seed, SamplingParams(max_tokens=1))
-            size = captured.size_for(batch.inputs)
-            assert size is not None
-            inputs = padded(batch.inputs, size, model.cache.trash_block_id, model.block_size)
-            arrays = Staging(machine.accelerator).put({name: getattr(inputs, name) for name in STEP_ARRAYS})
-            replayed = captured.run(_step_arrays(arrays), size)[: len(lengths)].float().clone()
-            eager = model.decoder.forward(inputs, model.cache).normed[: len(lengths)].float()
-            worst = max(worst, float((replayed - eager).abs().max() / eager.abs().max()))
-            are_equal = are_equal and replayed.equal(eager)
-        found[backend.name] = {"worst_difference": worst, "same_bits": are_equal}
-        if not worst < 1e-2:
-            raise WrongError(
-                f"{backend.name}: a replayed step differs by {worst:.2e} from an eager one", found
-            )
-        del model, captured
-        torch.cuda.empty_cache()
+def graphs(machine: Machine, backend: type[AttentionBackend], report: Report) -> dict[str, Any]:
+    """Some plans through one capture, beside the same steps operation by operation."""
+    model = Model(machine, backend, MIDDLE, num_blocks=2 * 8192 // backend.block_size)
+    captured = model.captured((1, 2, 4, 8, 16))
+    found: dict[str, Any] = {"worst_difference": 0.0, "same_bits": True, "not_run": []}
+    for seed, lengths in enumerate(PLANS):
+        if machine.is_late:
+            found["not_run"].append(lengths)
+            continue
+        batch = model.decode_step(lengths, seed, SamplingParams(max_tokens=1))
+        size = captured.size_for(batch.inputs)
+        assert size is not None
+        inputs = padded(batch.inputs, size, model.cache.trash_block_id, model.block_size)
+        arrays = arrays_on(machine, inputs)
+        replayed = captured.run(arrays, size)[: len(lengths)].float().clone()
+        eager = model.decoder.forward(inputs, model.cache).normed[: len(lengths)].float()
+        difference = float((replayed - eager).abs().max() / eager.abs().max())
+        # A NaN is the worst of all.
+        found["worst_difference"] = max(found["worst_difference"], np.nan_to_num(difference, nan=np.inf))
+        found["same_bits"] &= replayed.equal(eager)
+        if not difference < 1e-2:
+            raise WrongError(f"a replayed step differs by {difference:.2e} from an eager one", found)
+        report(found)
     return found
 
 
-STEP_ARRAYS = (
-    *(
-        "token_ids",
-        "positions",
-        "slot_mapping",
-        "query_start_loc",
-        "seq_lens",
-        "block_tables",
-        "logits_indices",
-    ),
-)
-
-
-def _step_arrays(arrays: dict[str, Tensor]) -> Any:
-    from executor.staging import StepArrays
-
-    return StepArrays(**arrays)
+def arrays_on(machine: Machine, inputs: StepInputs) -> StepArrays:
+    """A step's arrays on the device."""
+    return StepArrays(**Staging(machine.accelerator).put(arrays_of(inputs)))
 
 
 def philox_on(device: torch.device, counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -215,7 +196,7 @@ def philox_on(device: torch.device, counter: np.ndarray, key: np.ndarray) -> np.
 
 
 @torch.inference_mode()
-def sampling(machine: Machine) -> dict[str, Any]:
+def sampling(machine: Machine, report: Report) -> dict[str, Any]:
     """Integers, tokens, and that a step waits for nothing."""
     rng = np.random.default_rng(0)
     counter, key = (rng.integers(0, 2**32, (1000, n)).astype(np.uint64) for n in (4, 2))
@@ -240,23 +221,49 @@ def sampling(machine: Machine) -> dict[str, Any]:
     late = late_sampler.sampled({name: part.cpu().numpy() for name, part in parts.items()}, wishes)
     known = sampler.sample(logits.clone(), rows)
     different = sum(a != b for a, b in zip(late.token_ids, known.token_ids, strict=True))
-    result = {"rows": len(rows), "different_from_cpu": different, "waits_in_a_step": waits(machine)}
+    result: dict[str, Any] = {"rows": len(rows), "different_from_cpu": different}
+    report(result)
     # Float64 sums of another order part them where a number stands at a boundary: one row in millions.
     if different > 1:
         raise WrongError(f"{different} of {len(rows)} rows chose another token than on the CPU", result)
+    result["waits_in_a_step"], result["not_run"] = waits(machine, launched_ahead(machine))
+    waiting = {name: why for name, why in result["waits_in_a_step"].items() if why != "none"}
+    if waiting:
+        raise WrongError(f"something in a step waits for the device, or fails: {waiting}", result)
     return result
 
 
-def waits(machine: Machine) -> str:
-    """Launches two steps, the second fed by the first, and says whether anything in it waited for the
-    device."""
-    backend = (
-        machine.backends(machine.spec(32, 1, 2, 16))[-1] if not machine.is_gpu else backends(machine)[-1]
-    )
+def launched_ahead(machine: Machine) -> list[type[AttentionBackend]]:
+    """Back ends whose steps are launched ahead; without a GPU one that is quick."""
+    found = [
+        backend
+        for backend in BACKENDS
+        if machine.refusals(machine.spec(64, 4, 4, backend.block_size))[backend.name] is None
+    ]
+    return [each for each in found if each.can_be_captured] if machine.is_gpu else found[-1:]
+
+
+def waits(machine: Machine, backends: Sequence[type[AttentionBackend]]) -> tuple[dict[str, str], list[str]]:
+    """What in a step of each back end waited for the device, and those there was no time for."""
+    found: dict[str, str] = {}
+    not_run: list[str] = []
+    for backend in backends:
+        if machine.is_late:
+            not_run.append(backend.name)
+            continue
+        try:
+            launch_some(machine, backend)
+            found[backend.name] = "none"
+        except Exception as failure:  # noqa: BLE001 - torch says by one that something waits
+            found[backend.name] = f"{type(failure).__name__}: {failure}"[:300]
+    return found, not_run
+
+
+def launch_some(machine: Machine, backend: type[AttentionBackend]) -> None:
+    """Steps, each fed by the one before; raises when one of them waits for the device."""
     shape = MIDDLE if machine.is_gpu else SMALL
     model = Model(machine, backend, shape, num_blocks=512 if machine.is_gpu else 16)
-    sizes = (1, 2, 4, 8)
-    captured = model.captured(sizes) if machine.is_gpu else None
+    captured = model.captured((1, 2, 4, 8)) if machine.is_gpu else None
     pipeline = Pipeline(
         machine.accelerator, model.decoder, model.operations, model.cache, vocab_size=model.config.vocab_size,
         captured=captured,
@@ -277,73 +284,88 @@ def waits(machine: Machine) -> str:
     for each in launched:
         output = pipeline.collect(each)
         assert len(output.sampled.token_ids) == len(lengths)
-    assert machine.is_gpu or isinstance(machine.accelerator, FakeDevice)
-    return "none"
 
 
 def _never() -> None:
     raise AssertionError("no row is constrained")
 
 
+SAMPLED = {
+    "with_sampling_ms": {"temperature": 1.0},
+    "with_top_p_ms": {"temperature": 1.0, "top_p": 0.9},
+    "with_logprobs_ms": {"temperature": 1.0, "logprobs": 5},
+}
+"""What each row of a timed step asks for."""
+
+
 @torch.inference_mode()
-def whole_step(machine: Machine, copy_rate: float, flop_rate: float) -> dict[str, Any]:
-    """A decode step of a large model: eager, captured, with sampling; and the least that it can take."""
+def whole_step(
+    machine: Machine, backend: type[AttentionBackend], copy_rate: float, flop_rate: float, report: Report
+) -> dict[str, Any]:
+    """A decode step of a large model in milliseconds: eager, captured, with sampling; and the least it takes.
+
+    Figures that there was no time for are named in `not_run`.
+    """
     num_rows, context = (256, 1000) if machine.is_gpu else (2, 20)
-    shape = LARGE if machine.is_gpu else SMALL
-    candidates = backends(machine) if machine.is_gpu else machine.backends(machine.spec(32, 1, 2, 16))
-    found: dict[str, Any] = {}
-    for backend in candidates:
-        per_row = -(-(context + 1) // backend.block_size)
-        try:
-            model = Model(machine, backend, shape, num_blocks=num_rows * per_row)
-            found[backend.name] = step_times(machine, model, num_rows, context, copy_rate, flop_rate)
-        except Exception as failure:  # noqa: BLE001 - one back end stops no other
-            found[backend.name] = {"error": f"{type(failure).__name__}: {failure}"[:300]}
-        model = None  # type: ignore[assignment]  # its memory is the next one's
-        if machine.is_gpu:
-            torch.cuda.empty_cache()
-    if all("error" in each for each in found.values()):
-        raise WrongError("no back end made a step", found)
-    return found
-
-
-def step_times(
-    machine: Machine, model: Model, num_rows: int, context: int, copy_rate: float, flop_rate: float
-) -> dict[str, float]:
-    params = SamplingParams(max_tokens=9, temperature=1.0, seed=1)
-    batch = model.decode_step([context] * num_rows, 0, params)
-    arrays = _step_arrays(
-        Staging(machine.accelerator).put({name: getattr(batch.inputs, name) for name in STEP_ARRAYS})
-    )
-
-    def eager() -> None:
-        step = model.operations.arrange(batch.inputs, arrays)
-        model.decoder.head(model.decoder.layers(step, model.cache))
-
-    times = {"eager_ms": 1e3 * machine.seconds(eager, times=3, warm_ups=1)}
-    captured = model.captured((num_rows,)) if machine.is_gpu else None
-    if captured is not None:
-        hidden = model.decoder.layers(model.operations.arrange(batch.inputs, arrays), model.cache)
-
-        def replayed() -> None:
-            captured.run(arrays, num_rows)
-            model.decoder.head(hidden)
-
-        times["captured_ms"] = 1e3 * machine.seconds(replayed)
-    pipeline = Pipeline(
-        machine.accelerator, model.decoder, model.operations, model.cache, vocab_size=model.config.vocab_size,
-        captured=captured,
-    )  # fmt: skip
-
-    def served() -> None:
-        pipeline.launch(batch, _never)
-
-    times["with_sampling_ms"] = 1e3 * machine.seconds(served, times=3, warm_ups=1)
+    per_row = -(-(context + 1) // backend.block_size)
+    model = Model(machine, backend, LARGE if machine.is_gpu else SMALL, num_blocks=num_rows * per_row)
     config = model.config
     kv_row = 2 * config.num_kv_heads * config.head_dim * context * machine.dtype.itemsize
     kv_seconds = num_rows * kv_row * config.num_layers / copy_rate
     product_seconds = max(model.num_weight_bytes / copy_rate, num_rows * model.flops_per_row / flop_rate)
-    times["floor_ms"] = 1e3 * (kv_seconds + product_seconds)
-    best = times.get("captured_ms", times["eager_ms"])
-    times["times_the_floor"] = best / times["floor_ms"]
-    return {name: round(value, 3) for name, value in times.items()}
+    floor = 1e3 * (kv_seconds + product_seconds)
+    found: dict[str, Any] = {"floor_ms": round(floor, 3), "not_run": []}
+    for name, measured in step_times(machine, model, num_rows, context).items():
+        if machine.is_late:
+            found["not_run"].append(name)
+            continue
+        found[name] = round(1e3 * measured(), 3)
+        if name in {"eager_ms", "captured_ms"}:
+            found["times_the_floor"] = round(found[name] / floor, 3)
+        report(found)
+    return found
+
+
+def step_times(machine: Machine, model: Model, num_rows: int, context: int) -> dict[str, Callable[[], float]]:
+    """What is measured, in this order, by its name: seconds of a step."""
+
+    def step_of(wishes: dict[str, Any]) -> StepBatch:
+        return model.decode_step([context] * num_rows, 0, SamplingParams(max_tokens=9, seed=1, **wishes))
+
+    plain = step_of({})
+    arrays = arrays_on(machine, plain.inputs)
+    captured: list[CapturedDecode] = []
+
+    def eager() -> float:
+        def work() -> None:
+            step = model.operations.arrange(plain.inputs, arrays)
+            model.decoder.head(model.decoder.layers(step, model.cache))
+
+        return machine.seconds(work, times=3, warm_ups=1)
+
+    def replayed() -> float:
+        captured.append(model.captured((num_rows,)))
+        hidden = model.decoder.layers(model.operations.arrange(plain.inputs, arrays), model.cache)
+
+        def work() -> None:
+            captured[0].run(arrays, num_rows)
+            model.decoder.head(hidden)
+
+        return machine.seconds(work)
+
+    def served(wishes: dict[str, Any]) -> float:
+        batch = step_of(wishes)
+        pipeline = Pipeline(
+            machine.accelerator, model.decoder, model.operations, model.cache,
+            vocab_size=model.config.vocab_size, captured=captured[0] if captured else None,
+        )  # fmt: skip
+
+        def work() -> None:
+            pipeline.launch(batch, _never)
+
+        return machine.seconds(work, times=3, warm_ups=1)
+
+    timed: dict[str, Callable[[], float]] = {"eager_ms": eager}
+    if machine.is_gpu:
+        timed["captured_ms"] = replayed
+    return timed | {name: partial(served, wishes) for name, wishes in SAMPLED.items()}

@@ -1,19 +1,24 @@
 """The GPU check's script, on the CPU: the reference alone, for the interpreter is slow."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from executor.attention.paged_triton import TritonAttention
 from executor.attention.reference import ReferenceAttention
-from tests.gpu import attention_parts, check, machine, model_parts
-from tests.gpu.attention_parts import WrongError
+from executor.kv_cache import LayerCache
+from tests.gpu import attention_parts, check, machine, model_parts, parts, variants
+from tests.gpu.check import PARTS, Check
+from tests.gpu.machine import Machine, WrongError
+from tests.rig.fake_device import FakeDevice
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="`python -m tests.gpu.check` is for a GPU")
-
-PARTS = ["environment", "rates", "attention", "graphs", "sampling", "whole step", "bandwidth"]
 
 
 @pytest.fixture(autouse=True)
@@ -21,21 +26,49 @@ def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "interpreter_refusal", lambda: "the interpreter is slow")
 
 
-def run(tmp_path: Path) -> tuple[int, dict[str, Any]]:
-    code = check.main(["--json", str(tmp_path / "found.json")])
-    found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
-    return code, found
+def nobody(_: dict[str, Any]) -> None:
+    """Nobody wants to know what was found so far."""
 
 
-def test_all_parts_run_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = run(tmp_path)
-    verdicts = {name: part["verdict"] for name, part in found["parts"].items()}
-    assert verdicts == dict.fromkeys(PARTS, "good")
-    assert code == 0
-    assert found["is_gpu"] is False
-    assert found["parts"]["environment"]["found"]["refused"]["flash3"] == "it runs on cuda, not on cpu"
-    assert found["parts"]["sampling"]["found"]["different_from_cpu"] == 0
-    assert "its figures mean nothing" in capsys.readouterr().out
+def seen_from_a_gpu() -> Machine:
+    """A machine that says what would be tried on a GPU."""
+    return Machine(FakeDevice(device=torch.device("cuda")))
+
+
+# --- the parts ------------------------------------------------------------------------------------------
+
+
+def found_by(folder: Path, *arguments: str) -> dict[tuple[str, str | None], dict[str, Any]]:
+    assert check.main(["--json", str(folder / "found.json"), *arguments]) == 0
+    units = json.loads((folder / "found.json").read_text())
+    return {(unit["part"], unit["backend"]): unit for unit in units}
+
+
+def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
+    found = found_by(tmp_path, "--part", *PARTS)
+    assert {name: unit["verdict"] for name, unit in found.items()} == {
+        ("environment", None): "good",
+        ("rates", None): "good",
+        ("sampling", None): "good",
+        ("whole step", "reference"): "good",
+        ("attention", "reference"): "good",
+        ("attention", "CPU kernels"): "good",
+        ("bandwidth", "reference"): "good",
+    }
+    environment = found["environment", None]["found"]
+    assert environment["is_gpu"] is False
+    assert environment["refused"]["block 16"]["flash3"] == "it runs on cuda, not on cpu"
+    assert found["sampling", None]["found"]["different_from_cpu"] == 0
+    step = found["whole step", "reference"]["found"]
+    assert {"eager_ms", "with_sampling_ms", "with_top_p_ms", "with_logprobs_ms"} <= set(step)
+    assert step["times_the_floor"] > 0, "the rates are known to the parts behind them"
+
+
+def test_rates_that_were_measured_before_are_given(tmp_path: Path) -> None:
+    rates = ["--copy-rate", "1e9", "--flop-rate", "1e9"]
+    found = found_by(tmp_path, "--part", "whole step", "--backend", "reference", *rates)
+    step = found["whole step", "reference"]["found"]
+    assert step["times_the_floor"] == pytest.approx(step["eager_ms"] / step["floor_ms"], rel=0.05)
 
 
 def test_a_part_that_breaks_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,32 +78,305 @@ def test_a_part_that_breaks_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
     def is_wrong(*_: object) -> dict[str, Any]:
         raise WrongError("two tokens differ", {"different": 2})
 
-    for module, name in (
-        (attention_parts, "correctness"), (attention_parts, "bandwidth"), (model_parts, "whole_step"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, lambda *_: {})
-    monkeypatch.setattr(check, "rates", breaks)
+    monkeypatch.setattr(attention_parts, "correctness", lambda *_: {"not_run": ["decode"]})
+    monkeypatch.setattr(parts, "rates", breaks)
     monkeypatch.setattr(model_parts, "sampling", is_wrong)
-    code, found = run(tmp_path)
-    verdicts = {name: part["verdict"] for name, part in found["parts"].items()}
-    assert verdicts == dict.fromkeys(PARTS, "good") | {"rates": "BROKEN", "sampling": "WRONG"}
-    assert code == 1
-    assert found["parts"]["rates"]["why"] == "RuntimeError: no such kernel"
-    assert found["parts"]["sampling"]["found"] == {"different": 2}
+    found = found_by(tmp_path, "--part", "rates", "sampling", "attention", "--backend", "reference")
+    assert [unit["verdict"] for unit in found.values()] == ["BROKEN", "WRONG", "unfinished"]
+    assert found["rates", None]["why"] == "RuntimeError: no such kernel"
+    assert found["sampling", None]["found"] == {"different": 2}
 
 
-def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = ReferenceAttention.forward
+def test_what_was_found_so_far_is_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    findings = parts.Findings(Machine.here(60.0), path)
 
-    def off_by_little(self: ReferenceAttention, *args: Any, **options: Any) -> torch.Tensor:
-        return forward(self, *args, **options) * 1.001
+    def work(report: machine.Report) -> dict[str, Any]:
+        report({"cases": 1})
+        (written,) = json.loads(path.read_text())
+        assert written == {"part": "attention", "backend": "triton", "found": {"cases": 1}}
+        return {"cases": 2}
 
-    monkeypatch.setattr(ReferenceAttention, "forward", off_by_little)
-    with pytest.raises(WrongError, match=r"relative error 1\.00e-03"):
-        attention_parts.correctness(machine.Machine.here(60.0))
+    findings.unit({"part": "attention", "backend": "triton"}, work)
+    (written,) = json.loads(path.read_text())
+    assert (written["verdict"], written["found"]) == ("good", {"cases": 2})
 
 
-def test_when_time_is_up_what_is_left_is_said_not_to_have_run(tmp_path: Path) -> None:
-    assert check.main(["--json", str(tmp_path / "found.json"), "--seconds", "0"]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert {part["verdict"] for part in found["parts"].values()} == {"not run"}
+def test_what_there_was_no_time_for_is_neither_good_nor_wrong(tmp_path: Path) -> None:
+    found = found_by(tmp_path, "--part", *PARTS, "--seconds", "0")
+    assert {unit["verdict"] for unit in found.values()} == {"not run"}
+    late = Machine.here(-1.0)
+    result = attention_parts.correctness(late, ReferenceAttention, nobody)
+    assert (result["cases"], result["failed"]) == (0, [])
+    assert len(result["not_run"]) == len(attention_parts.cases(late, ReferenceAttention))
+    step = model_parts.whole_step(late, ReferenceAttention, 1e9, 1e9, nobody)
+    assert step["not_run"] == ["eager_ms", "with_sampling_ms", "with_top_p_ms", "with_logprobs_ms"]
+    assert attention_parts.bandwidth(late, ReferenceAttention, 1e9, nobody)["not_run"]
+    assert model_parts.sampling(late, nobody)["not_run"] == ["reference"]
+
+
+class OffByLittle(ReferenceAttention):
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        return super().forward(*args, **options) * 1.001
+
+
+def test_wrong_attention_is_found() -> None:
+    with pytest.raises(WrongError, match=r"relative error 1\.00e-03") as raised:
+        attention_parts.correctness(Machine.here(60.0), OffByLittle, nobody)
+    assert len(raised.value.result["failed"]) == raised.value.result["cases"]
+
+
+class Breaking(ReferenceAttention):
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_a_device_that_is_lost_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine.here(60.0)
+    num_cases = len(attention_parts.cases(here, Breaking))
+    with pytest.raises(WrongError) as raised:
+        attention_parts.correctness(here, Breaking, nobody)
+    assert raised.value.result["cases"] == num_cases
+    monkeypatch.setattr(Machine, "is_lost", True)
+    with pytest.raises(WrongError, match=r"1 of 1 cases, the first: .*illegal memory access") as raised:
+        attention_parts.correctness(here, Breaking, nobody)
+    assert len(raised.value.result["not_run"]) == num_cases - 1
+
+
+class MultipliesTails(ReferenceAttention):
+    """As FlashAttention 3: slots behind the end of a context count, times zero."""
+
+    def forward(
+        self, query: torch.Tensor, cache: LayerCache, metadata: Any, *, window: int | None
+    ) -> torch.Tensor:
+        tails = cache.values[metadata.block_tables[:, :1].long()].sum() * 0.0
+        return super().forward(query, cache, metadata, window=window) + tails
+
+
+class NeedsCleanTails(MultipliesTails):
+    needs_clean_tails = True
+
+
+def test_nan_behind_the_end_of_a_context_is_told_of_who_needs_zeros_there_and_wrong_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = attention_parts.Kind("mixed", [(1, 5), (3, 9)])
+    monkeypatch.setattr(attention_parts, "kinds", lambda _: [short])
+    here = Machine.here(60.0)
+    found = attention_parts.correctness(here, NeedsCleanTails, nobody)
+    assert found["nan_in_tails"].startswith("is carried into other rows")
+    with pytest.raises(WrongError, match="tails nan: relative error nan"):
+        attention_parts.correctness(here, MultipliesTails, nobody)
+    assert "nan_in_tails" not in attention_parts.correctness(here, ReferenceAttention, nobody)
+
+
+def gpu_cases() -> list[attention_parts.Case]:
+    return attention_parts.cases(seen_from_a_gpu(), TritonAttention)
+
+
+def test_on_a_gpu_every_form_type_and_mask_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "refusals", lambda _, spec: {"triton": TritonAttention.refusal(spec)})
+    tried = gpu_cases()
+    assert set.union(*(case.forms for case in tried)) == attention_parts.FORMS
+    masks = {(case.window, case.spec.soft_cap) for case in tried}
+    assert masks == {(None, None), (37, None), (None, 30.0), (37, 30.0)}
+    assert all(case.spec.has_window == (case.window is not None) for case in tried)
+    assert {case.spec.dtype for case in tried} == {torch.bfloat16, torch.float16, torch.float32}
+    assert {case.tails != 0 for case in tried} == {True, False}
+
+
+def test_a_form_that_no_case_has_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "refusals", lambda _, spec: {"triton": TritonAttention.refusal(spec)})
+    monkeypatch.setattr(attention_parts, "attended", lambda *_: 0.0)
+    attention_parts.correctness(seen_from_a_gpu(), TritonAttention, nobody)
+    few = [kind for kind in attention_parts.kinds(is_small=False) if kind.name != "many rows"]
+    monkeypatch.setattr(attention_parts, "kinds", lambda _: few)
+    with pytest.raises(WrongError, match="never asked for: whole"):
+        attention_parts.correctness(seen_from_a_gpu(), TritonAttention, nobody)
+
+
+def test_the_kernels_that_are_compiled_without_a_gpu_are_those_of_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Machine, "refusals", lambda _, spec: {"triton": TritonAttention.refusal(spec)})
+    wanted = {
+        variants.Variant(
+            case.spec.dtype, case.spec.head_dim, case.spec.block_size, form,
+            has_window=case.window is not None, has_soft_cap=case.spec.soft_cap is not None,
+        )
+        for case in gpu_cases() for form in case.forms
+    }  # fmt: skip
+    assert wanted <= set(variants.ALL)
+
+
+def test_every_back_end_is_asked_whether_its_steps_wait() -> None:
+    found, not_run = model_parts.waits(Machine.here(60.0), [Breaking, ReferenceAttention, OffByLittle])
+    assert found == {"reference": "none"}
+    assert not_run == []
+
+
+# --- the process that runs them -------------------------------------------------------------------------
+
+CHILD = """
+import json, os, subprocess, sys, time
+arguments = sys.argv[1:]
+def after(flag):
+    values = []
+    for each in arguments[arguments.index(flag) + 1:] if flag in arguments else []:
+        if each.startswith("--"):
+            break
+        values.append(each)
+    return values
+(path,), parts, backends = after("--json"), after("--part"), after("--backend")
+folder = os.path.dirname(os.path.abspath(__file__))
+with open(folder + "/started", "a") as started:
+    started.write(" ".join(arguments[arguments.index("--seconds") + 2:]) + "\\n")
+units = []
+def write():
+    with open(path, "w") as file:
+        json.dump(units, file)
+plans = json.load(open(folder + "/plans.json"))
+for part in parts:
+    for backend in backends if part in ("graphs", "whole step", "attention", "bandwidth") else [None]:
+        unit = {"part": part, "backend": backend}
+        units.append(unit)
+        plan = plans.get(f"{part} {backend}") or plans.get(part) or {"found": {"a": 1}}
+        unit["found"] = plan.get("found", {})
+        write()
+        if "say" in plan:
+            print(plan["say"], file=sys.stderr, flush=True)
+        if plan.get("abort"):
+            os.kill(os.getpid(), 6)
+        if plan.get("hang"):
+            asleep = subprocess.Popen(["sleep", "100"])
+            with open(folder + "/asleep", "w") as file:
+                file.write(str(asleep.pid))
+            time.sleep(100)
+        unit.update({"verdict": plan.get("verdict", "good"), "seconds": 0.1})
+        write()
+"""
+GPU = {"environment": {"found": {"is_gpu": True, "backends": {
+    "graphs": ["flash3", "triton"], "whole step": ["triton"], "attention": ["triton"],
+    "bandwidth": ["triton"],
+}}}}  # fmt: skip
+RATES = {"rates": {"found": {"copy_bytes_per_second": 4e12, "flops_per_second": 7e14}}}
+FOUND = {"found": {"cases": 3, "worst_error": {}, "failed": [], "measured": []}}
+"""Of the last parts, whose figures are printed."""
+
+
+def checked(folder: Path, plans: dict[str, Any], seconds: float = 100.0) -> tuple[bool, dict[str, Any]]:
+    (folder / "child.py").write_text(CHILD)
+    usual = GPU | RATES | {"attention": FOUND, "bandwidth": FOUND}
+    (folder / "plans.json").write_text(json.dumps(usual | plans))
+    command = [sys.executable, "-I", "-S", str(folder / "child.py")]
+    is_good = Check(seconds, folder / "all.json", command).run()
+    return is_good, json.loads((folder / "all.json").read_text())["parts"]
+
+
+def test_each_part_and_back_end_is_a_process_that_knows_the_rates(tmp_path: Path) -> None:
+    is_good, found = checked(tmp_path, {})
+    assert is_good
+    assert {part: told["verdict"] for part, told in found.items()} == dict.fromkeys(PARTS, "good")
+    rates = "--copy-rate 4000000000000.0 --flop-rate 700000000000000.0 "
+    assert (tmp_path / "started").read_text().splitlines() == [
+        "--part environment",
+        "--part rates",
+        f"{rates}--part graphs --backend flash3",
+        f"{rates}--part graphs --backend triton",
+        f"{rates}--part sampling",
+        f"{rates}--part whole step --backend triton",
+        f"{rates}--part attention --backend triton",
+        f"{rates}--part bandwidth --backend triton",
+    ]
+
+
+def test_a_process_that_dies_or_hangs_stops_no_other_and_what_it_had_found_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(check.MOST_SECONDS, "attention", 1.0)
+    monkeypatch.setattr(check, "LEAST_SECONDS", 0.1)
+    plans = {
+        "graphs flash3": {"abort": True, "say": "CUDA error: an illegal memory access", "found": {"b": 2}},
+        "attention": FOUND | {"hang": True},
+    }
+    is_good, found = checked(tmp_path, plans)
+    assert not is_good
+    graphs = found["graphs"]
+    assert graphs["verdict"] == graphs["backends"]["flash3"]["verdict"] == "BROKEN"
+    assert graphs["backends"]["triton"]["verdict"] == "good"
+    dead, hung = graphs["backends"]["flash3"], found["attention"]["backends"]["triton"]
+    assert dead["why"] == "it was ended by signal 6, SIGABRT"
+    assert dead["trace"] == "CUDA error: an illegal memory access\n"
+    assert dead["found"] == {"b": 2}
+    assert hung["why"] == "it was not done after 1 s, and was ended"
+    assert hung["found"]["cases"] == 3
+    assert found["bandwidth"]["verdict"] == "good"
+    # With it went what it had started.
+    asleep = int((tmp_path / "asleep").read_text())
+    deadline = time.monotonic() + 20
+    while is_running(asleep) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(asleep)
+    said = capsys.readouterr().out
+    assert "graphs, flash3           BROKEN" in said
+    assert "copy 4.00 TB/s, product 700 Tflop/s" in said
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_file_is_whole_after_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = []
+    write = Check.write
+
+    def written(self: Check) -> None:
+        write(self)
+        states.append(list(json.loads((tmp_path / "all.json").read_text())["parts"]))
+
+    monkeypatch.setattr(Check, "write", written)
+    checked(tmp_path, {})
+    assert [len(parts) for parts in states] == [1, 2, 3, 3, 4, 5, 6, 7]
+
+
+def test_when_time_is_up_nothing_is_begun(tmp_path: Path) -> None:
+    is_good, found = checked(tmp_path, {}, seconds=0.0)
+    assert is_good, "nothing is wrong"
+    told = [each for part in found.values() for each in part.get("backends", {"": part}).values()]
+    assert {each["verdict"] for each in told} == {"not run"}
+    assert not (tmp_path / "started").exists()
+
+
+def test_without_a_gpu_all_the_rest_is_one_process(tmp_path: Path) -> None:
+    small = {
+        "is_gpu": False,
+        "backends": {part: ["reference"] for part in GPU["environment"]["found"]["backends"]},
+    }
+    small["backends"]["graphs"] = []  # type: ignore[index]
+    is_good, found = checked(
+        tmp_path, {"environment": {"found": small}, "attention": FOUND | {"abort": True}}
+    )
+    assert not is_good
+    assert len((tmp_path / "started").read_text().splitlines()) == 2
+    assert found["graphs"]["why"] == "no back end here is made for it"
+    assert found["whole step"]["verdict"] == "good"
+    assert found["attention"]["verdict"] == "BROKEN"
+    assert found["bandwidth"]["verdict"] == "not run"
+
+
+ROOT = str(Path(__file__).parents[2])
+
+
+def test_it_imports_nothing_that_may_be_missing_and_names_what_is() -> None:
+    script = "from tests.gpu.check import main; sys.exit(main([]))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, sys.argv.pop()); {script}", ROOT],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("The check needs llguidance, numpy, structlog, torch; not installed here: ")
+    assert "pip install llguidance numpy structlog torch" in done.stderr
+    assert done.stderr.count("\n") == 1

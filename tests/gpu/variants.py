@@ -45,6 +45,12 @@ ALL: Final = (
     ),
     *(Variant(torch.float16, 128, 16, kind) for kind in ("split", "chunk")),
     *(Variant(torch.float32, 64, 16, kind) for kind in ("split", "whole", "chunk")),
+    *(Variant(torch.float32, 128, 16, kind) for kind in ("split", "chunk")),
+    *(
+        Variant(torch.bfloat16, 128, 16, kind, has_window=has_window, has_soft_cap=has_soft_cap)
+        for has_window, has_soft_cap in ((True, False), (False, True), (True, True))
+        for kind in ("split", "chunk")
+    ),
     *(Variant(torch.bfloat16, 256, 16, kind, has_window=True) for kind in ("split", "chunk")),
     *(Variant(torch.bfloat16, 256, 16, kind, has_soft_cap=True) for kind in ("split", "chunk")),
     *(
