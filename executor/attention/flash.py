@@ -34,8 +34,11 @@ def missing(module: str, name: str, arguments: Collection[str]) -> str | None:
     return f"this {module}.{name} does not know {', '.join(lacking)}" if lacking else None
 
 
-def unfit(spec: AttentionSpec, least_capability: int) -> str | None:
-    """Why no flash kernel serves `spec`, as a clause; None when one may."""
+def unfit(spec: AttentionSpec, *, least: int, newest: int | None = None) -> str | None:
+    """Why no flash kernel serves `spec`, as a clause; None when one may.
+
+    `least` is the compute capability that is needed, `newest` the last one that there is code for.
+    """
     if spec.device.type != "cuda":
         return f"it runs on cuda, not on {spec.device.type}"
     if spec.dtype not in HALF_TYPES:
@@ -43,8 +46,9 @@ def unfit(spec: AttentionSpec, least_capability: int) -> str | None:
     if spec.head_dim % 8 or spec.head_dim > MOST_HEAD_DIM:
         return f"head_dim {spec.head_dim} is not a multiple of 8 up to {MOST_HEAD_DIM}"
     major, minor = torch.cuda.get_device_capability(spec.device)
-    if major < least_capability:
-        return f"the GPU has compute capability {major}.{minor}; {least_capability}.0 is needed"
+    if major < least or (newest is not None and major > newest):
+        needed = f"{least}.x" if least == newest else f"{least}.0"
+        return f"the GPU has compute capability {major}.{minor}; {needed} is needed"
     return None
 
 

@@ -50,7 +50,7 @@ class Flash2Attention:
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
         """What it needs: Ampere or newer, a half type, large blocks, the package."""
-        if (refusal := unfit(spec, least_capability=8)) is not None:
+        if (refusal := unfit(spec, least=8)) is not None:
             return refusal
         if spec.block_size % BLOCK_MULTIPLE:
             return f"block_size {spec.block_size} is not a multiple of {BLOCK_MULTIPLE}"

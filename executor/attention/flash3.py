@@ -1,11 +1,14 @@
 """Attention by FlashAttention 3 (the package `flash_attn_interface`, for Hopper).
 
 One function serves decode rows, chunks and mixed batches alike: ragged queries, a page table, any block size.
-Rows of a block past a context's end are multiplied with a probability of zero: the cache is made of zeros.
+Slots of a block past a context's end are multiplied with a probability of zero, so that they must hold
+numbers.
 """
 
-from typing import Final
+import importlib
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from executor.attention.base import AttentionMetadata, AttentionSpec, metadata_of, write_slots
@@ -16,6 +19,8 @@ from executor.kv_cache import LayerCache
 from executor.staging import StepArrays
 
 MODULE: Final = "flash_attn_interface"
+CONFIG_MODULE: Final = "flash_attn_config"
+"""Beside it in newer packages: what was left out when it was built, which its functions say when called."""
 FUNCTION: Final = "flash_attn_with_kvcache"
 ARGUMENTS: Final = (
     *("q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q"),
@@ -23,6 +28,23 @@ ARGUMENTS: Final = (
 )
 HEURISTIC: Final = 0
 """Of splits: the package chooses, by the lengths. Not for what is captured."""
+
+
+def left_out(spec: AttentionSpec) -> str | None:
+    """What this build of the package lacks for `spec`, as a clause; None when nothing, or when nobody says."""
+    try:
+        flags: dict[str, Any] = importlib.import_module(CONFIG_MODULE).CONFIG["build_flags"]
+    except Exception:  # noqa: BLE001 - older packages have no such module, and another one may have its name
+        return None
+    wanted = {"PAGEDKV": "pages", "VARLEN": "ragged queries", "SPLIT": "splits"}
+    if spec.has_window:
+        wanted["LOCAL"] = "windows"
+    if spec.soft_cap is not None:
+        wanted["SOFTCAP"] = "soft caps"
+    if spec.dtype == torch.float16:
+        wanted["FP16"] = "float16"
+    lacking = [word for name, word in wanted.items() if flags.get(f"FLASHATTENTION_DISABLE_{name}")]
+    return f"this {MODULE} was built without {', '.join(lacking)}" if lacking else None
 
 
 class Flash3Attention:
@@ -35,9 +57,11 @@ class Flash3Attention:
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
-        """What it needs: Hopper, a half type, the package."""
-        return unfit(spec, least_capability=9) or missing(
-            MODULE, FUNCTION, (*ARGUMENTS, *wanted_arguments(spec))
+        """What it needs: Hopper, a half type, the package with all that this model takes."""
+        return (
+            unfit(spec, least=9, newest=9)
+            or missing(MODULE, FUNCTION, (*ARGUMENTS, *wanted_arguments(spec)))
+            or left_out(spec)
         )
 
     def __init__(self, spec: AttentionSpec) -> None:

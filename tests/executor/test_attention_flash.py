@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,7 +117,43 @@ def test_an_older_gpu_gets_flash2_alone(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     assert Flash2Attention.refusal(on_cuda()) is None
-    assert "compute capability 8.6; 9.0 is needed" in (Flash3Attention.refusal(on_cuda()) or "")
+    assert "compute capability 8.6; 9.x is needed" in (Flash3Attention.refusal(on_cuda()) or "")
+
+
+def test_a_newer_gpu_than_hopper_has_no_flash3(
+    packages: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert "compute capability 10.0; 9.x is needed" in (Flash3Attention.refusal(on_cuda()) or "")
+    assert Flash2Attention.refusal(on_cuda()) is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "changes", "word"),
+    [
+        ("SOFTCAP", {"soft_cap": 30.0}, "soft caps"),
+        ("LOCAL", {"has_window": True}, "windows"),
+        ("FP16", {"dtype": torch.float16}, "float16"),
+        ("PAGEDKV", {}, "pages"),
+    ],
+)
+def test_what_was_left_out_of_the_build_is_refused_to_who_needs_it(
+    flag: str,
+    changes: dict[str, Any],
+    word: str,
+    packages: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ModuleType("flash_attn_config")
+    config.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{flag}": True}}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
+    needing = replace(on_cuda(), **changes)
+    assert Flash3Attention.refusal(needing) == f"this flash_attn_interface was built without {word}"
+    assert (Flash3Attention.refusal(on_cuda()) is None) == bool(changes)
+    config.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{flag}": False}}  # type: ignore[attr-defined]
+    assert Flash3Attention.refusal(needing) is None
+    config.CONFIG = "of another package"  # type: ignore[attr-defined]
+    assert Flash3Attention.refusal(needing) is None
 
 
 def test_an_old_package_is_refused_by_its_signature(packages: dict[str, ModuleType]) -> None:
