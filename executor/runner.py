@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 import torch
 
-from executor import logprobs, sampler, self_test
+from executor import logprobs, sampler, self_test, warm_up
 from executor.accelerator import Accelerator, Cuda
 from executor.attention.base import AttentionBackend, AttentionSpec, named_backend, select_backend
 from executor.attention.flash2 import Flash2Attention
@@ -204,6 +204,15 @@ class ModelRunner:
             del profiled
         num_blocks = ranks.least(num_blocks)
         kv_cache = cache_of(num_blocks)
+        if accelerator is not None:
+            with torch.inference_mode():
+                for inputs in warm_up.steps(
+                    num_kv_heads=config.num_kv_heads,
+                    max_num_seqs=max_num_seqs,
+                    trash_block_id=kv_cache.trash_block_id,
+                    block_size=block_size,
+                ):
+                    model.logits(inputs, kv_cache)
         pipeline = None
         # The other ranks are told ids: a step of several ranks is not launched before they are known.
         if accelerator is not None and ranks.size == 1:

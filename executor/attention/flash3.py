@@ -31,7 +31,7 @@ HEURISTIC: Final = 0
 
 
 def left_out(spec: AttentionSpec) -> str | None:
-    """What this build of the package lacks for `spec`, as a clause; None when nothing, or when nobody says."""
+    """What this build of the package lacks for `spec`, as a clause; None when nothing, or nobody says."""
     try:
         flags: dict[str, Any] = importlib.import_module(CONFIG_MODULE).CONFIG["build_flags"]
     except Exception:  # noqa: BLE001 - older packages have no such module, and another one may have its name

@@ -17,3 +17,8 @@ def num_splits(num_rows: int, num_kv_heads: int) -> int:
     while 2 * splits <= MOST_SPLITS and num_rows * num_kv_heads * splits < WANTED_PARTS:
         splits *= 2
     return splits
+
+
+def num_whole_rows(num_kv_heads: int) -> int:
+    """The fewest rows whose contexts are not cut."""
+    return -(-WANTED_PARTS // num_kv_heads)

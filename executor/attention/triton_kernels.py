@@ -21,7 +21,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["group", "num_splits", "tiles_per_row", "first_row", "window", "soft_cap"])
+# What differs between two steps of one model makes no new kernel: that would be built while requests wait.
+@triton.jit(
+    do_not_specialize=[
+        *("table_stride", "num_splits", "tiles_per_row", "first_row"),
+        *("group", "window", "soft_cap"),
+    ]
+)
 def attend(
     query, keys, values, out, partial_out, partial_max, partial_sum,
     block_tables, seq_lens, query_start_loc,

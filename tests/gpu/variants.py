@@ -73,11 +73,13 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], opti
     signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(
         constants, "constexpr"
     )
-    # Pointers and strides are multiples of 16, as the launcher finds them.
+    # Pointers and strides are multiples of 16, as the launcher finds them where it looks.
     aligned = [
         (place,)
-        for place, name in enumerate(kernel.arg_names)
-        if name not in constants and (signature[name].startswith("*") or name.endswith("_stride"))
+        for place, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True))
+        if name not in constants
+        and not parameter.do_not_specialize
+        and (signature[name].startswith("*") or name.endswith("_stride"))
     ]
     source = ASTSource(
         kernel,
@@ -86,6 +88,22 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], opti
         attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+STEPS_OWN: Final = frozenset({"table_stride", "num_splits", "tiles_per_row", "first_row"})
+"""Integers of `attend` and `combine` that differ between two steps of one model."""
+
+
+def specialized() -> set[str]:
+    """Of `STEPS_OWN` those that a launch looks at, and may have a kernel built for."""
+    from executor.attention import triton_kernels
+
+    return {
+        parameter.name
+        for kernel in (triton_kernels.attend, triton_kernels.combine)
+        for parameter in kernel.params
+        if parameter.name in STEPS_OWN and not parameter.do_not_specialize
+    }
 
 
 def attend_compiled(variant: Variant) -> Any:
@@ -124,6 +142,9 @@ def combine_compiled(dtype: torch.dtype, head_dim: int) -> Any:
 
 
 def main() -> int:
+    if names := specialized():
+        print(f"a step may have a kernel built for its own {', '.join(sorted(names))}")
+        return 1
     for variant in FEW if sys.argv[1:] == ["few"] else ALL:
         started = time.monotonic()
         kernel = attend_compiled(variant)
