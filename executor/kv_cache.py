@@ -12,14 +12,17 @@ stands at `[slot // block_size, slot % block_size]`. Our own CPU kernels lay a h
 otherwise (`executor/kernels/rows.hpp`), within the same run. The last block, `trash_block_id`, belongs to no
 sequence, now or ever: rows that pad a batch, and the warm-up, write there.
 
-Allocated as zeros: kernels multiply what lies past a sequence's end with a probability of zero, and that must
-not be a NaN.
+Allocated as zeros: some kernels multiply what lies past a sequence's end with a probability of zero, and that
+must not be a NaN. For those a block is made of zeros again when its next owner begins it (`clear`): its last
+one's numbers may have been none.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from executor import control_groups, memory, pages_ahead
@@ -65,6 +68,7 @@ class KVCache:
                 f"{device.type}, which could not be allocated; use fewer."
             ) from error
         self._pages_ahead = pages_ahead.of(storage)
+        self._storage = storage
         self._layers = layers_of(storage)
 
     def another(self, num_blocks: int) -> "KVCache":
@@ -91,9 +95,19 @@ class KVCache:
         """Take a few megabytes of memory for blocks not yet in use. Returns whether any was wanted."""
         return self._pages_ahead is not None and self._pages_ahead.take()
 
+    def clear(self, block_ids: Tensor) -> None:
+        """Make blocks (int64) of zeros, in all layers."""
+        self._storage.index_fill_(1, block_ids, 0.0)
+
     def layer(self, index: int) -> LayerCache:
         """The cache of layer `index`."""
         return self._layers[index]
+
+
+def begun_blocks(slot_mapping: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """Of a step's blocks those whose first slot it writes: nothing in them is anybody's yet."""
+    blocks: NDArray[np.int64] = slot_mapping[slot_mapping % block_size == 0] // block_size
+    return blocks
 
 
 def layers_of(storage: Tensor) -> tuple[LayerCache, ...]:

@@ -24,7 +24,7 @@ from executor import late_logprobs, late_sampler, logprobs
 from executor.accelerator import Accelerator, Event
 from executor.captured import CapturedDecode
 from executor.inputs import StepBatch, StepInputs
-from executor.kv_cache import KVCache
+from executor.kv_cache import KVCache, begun_blocks
 from executor.late_sampler import Wishes
 from executor.model.decoder import Decoder, Hidden
 from executor.operations.base import StepTensors
@@ -35,6 +35,8 @@ from executor.staging import Staging, StepArrays, arrays_of
 
 FEED: Final = "feed"
 """Name of the array that says, for each token, which row of the step before sampled it; -1 for none."""
+BEGUN: Final = "begun"
+"""Name of the array of blocks that the step begins to fill."""
 NO_WISHES: Final = Wishes({}, {}, [], [])
 
 
@@ -109,8 +111,14 @@ class Pipeline:
 
         started.record()
         there = self._staging.put(
-            arrays_of(inputs) | self._feed(batch, inputs, in_flight) | _scored_ids(inputs) | wishes.arrays
+            arrays_of(inputs)
+            | self._begun(batch.inputs)
+            | self._feed(batch, inputs, in_flight)
+            | _scored_ids(inputs)
+            | wishes.arrays
         )
+        if BEGUN in there:
+            self._kv_cache.clear(there[BEGUN])
         arrays = self._fed(there)
         hidden = self._forward(inputs, arrays, size)
         parts = self._scores(hidden, inputs, there)
@@ -154,6 +162,12 @@ class Pipeline:
 
     def _wishes(self, batch: StepBatch, in_flight: Sequence[bool]) -> Wishes:
         return late_sampler.wishes(batch.sample_rows, in_flight, self._vocab_size)
+
+    def _begun(self, inputs: StepInputs) -> dict[str, NDArray[np.generic]]:
+        if not self._operations.attention.needs_clean_tails:
+            return {}
+        blocks = begun_blocks(inputs.slot_mapping, self._kv_cache.block_size)
+        return {BEGUN: blocks} if len(blocks) else {}
 
     def _feed(
         self, batch: StepBatch, inputs: StepInputs, in_flight: NDArray[np.bool_]

@@ -26,7 +26,13 @@ from executor.device_memory import check_weights_fit, largest_step, num_blocks_t
 from executor.inputs import SampleRow, Scored, StepBatch, StepInputs
 from executor.kernels.build import KernelsUnavailableError
 from executor.kernels.library import fastest
-from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks, useful_num_blocks
+from executor.kv_cache import (
+    KVCache,
+    begun_blocks,
+    bytes_per_block,
+    default_num_blocks,
+    useful_num_blocks,
+)
 from executor.model import ModelError
 from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
 from executor.model.config import ModelConfig
@@ -91,6 +97,7 @@ class ModelRunner:
         device: torch.device,
         ranks: Ranks,
         pipeline: Pipeline | None,
+        clears_blocks: bool,
     ) -> None:
         self._config: ModelConfig = checkpoint.config
         self._ranks = ranks
@@ -99,6 +106,7 @@ class ModelRunner:
         self._choose = operations.choose
         self._kv_cache = kv_cache
         self._pipeline = pipeline
+        self._clears_blocks = clears_blocks
         self._dtype = dtype
         self._device = device
         self._fingerprints = Fingerprints(
@@ -156,7 +164,8 @@ class ModelRunner:
                 has_window=any(kind.window is not None for kind in config.layers),
             )
 
-        operations = ranks.joined(select_operations(spec_of, attention), checkpoint)
+        own = select_operations(spec_of, attention)
+        operations = ranks.joined(own, checkpoint)
         if accelerator is not None:
             check_weights_fit(accelerator, weight_bytes(config, torch_dtype))
         weights = load_weights(shard, torch_dtype, torch_device, operations)
@@ -243,6 +252,7 @@ class ModelRunner:
             device=torch_device,
             ranks=ranks,
             pipeline=pipeline,
+            clears_blocks=isinstance(own, PlainOperations) and own.attention.needs_clean_tails,
         )
 
     @property
@@ -315,7 +325,7 @@ class ModelRunner:
         started = time.perf_counter_ns()
         self._kv_cache.used(int(inputs.slot_mapping.max()) // self.block_size)
         with self._ranks.leading(inputs):
-            hidden = self._model.forward(inputs, self._kv_cache)
+            hidden = self._forward(inputs)
             scores = [self._score(hidden, scored) for scored in inputs.scored]
             logits = self._model.head(hidden)
         if self._device.type == "cuda":
@@ -334,11 +344,17 @@ class ModelRunner:
     def follow(self) -> None:
         """Make the steps that the first rank leads, until it ends: all that `step` does but sampling."""
         for inputs in self._ranks.steps():
-            hidden = self._model.forward(inputs, self._kv_cache)
+            hidden = self._forward(inputs)
             for scored in inputs.scored:
                 for indices in logprobs.slices(scored, self.vocab_size):
                     self._model.head(hidden, indices.to(self._device))
             self._model.head(hidden)
+
+    def _forward(self, inputs: StepInputs) -> Hidden:
+        if self._clears_blocks:
+            blocks = begun_blocks(inputs.slot_mapping, self.block_size)
+            self._kv_cache.clear(torch.from_numpy(blocks).to(self._device))
+        return self._model.forward(inputs, self._kv_cache)
 
     def _score(self, hidden: Hidden, scored: Scored) -> PromptLogprobs | None:
         def logits_at(indices: torch.Tensor) -> torch.Tensor:

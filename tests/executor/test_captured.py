@@ -211,3 +211,36 @@ def test_a_captured_step_is_fed_by_the_step_before_on_the_device(
     pipeline.forget()
     known = replace(batch, inputs=replace(batch.inputs, token_ids=token_ids))
     assert pipeline.collect(pipeline.launch(known, lambda: None)).sampled == fed
+
+
+def test_what_a_blocks_last_owner_left_does_no_harm_to_the_next_one(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention 3 multiplies the slots behind a context with zero, and NaN times zero is NaN."""
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash.flash_attn_interface())
+    runner = capturing(Flash3Attention, monkeypatch, tiny_folder, FakeDevice(), dtype="bfloat16")
+    pipeline = runner.pipeline
+    assert pipeline is not None
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    blocks = np.array([5, 9, 2], dtype=np.int32)
+
+    def row(tokens: list[int], first: int) -> StepBatch:
+        return build_inputs([Row(1, tokens, first, blocks, params, 0, ())], 16)
+
+    def launched(batch: StepBatch) -> Any:
+        return pipeline.collect(pipeline.launch(batch, lambda: None)).sampled
+
+    def at_once(batch: StepBatch) -> Any:
+        return runner.step(batch.inputs, batch.sample_rows).sampled
+
+    chosen = []
+    for computed in (launched, at_once):
+        for layer in runner._kv_cache._layers:
+            layer.keys.fill_(torch.nan)
+            layer.values.fill_(torch.nan)
+        # A chunk, a token in the block that it began, a token that begins one.
+        sampled = [computed(row([7] * 20, 0)), computed(row([8], 20)), computed(row([9] * 11, 21))]
+        sampled.append(computed(row([10], 32)))
+        assert [each.errors for each in sampled] == [[None]] * 4
+        chosen.append([each.token_ids for each in sampled])
+    assert chosen[0] == chosen[1]

@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 import torch
 
 from executor import kv_cache, memory
-from executor.kv_cache import KVCache, bytes_per_block, default_num_blocks
+from executor.kv_cache import KVCache, begun_blocks, bytes_per_block, default_num_blocks
 from executor.model import ModelError
 from executor.model.config import LayerKind, ModelConfig, Rope
 
@@ -46,6 +47,20 @@ def test_layers_keys_and_values_do_not_overlap() -> None:
     for number in range(3):
         assert (cache.layer(number).keys == number + 1).all()
         assert (cache.layer(number).values == -number - 1).all()
+
+
+def test_a_step_begins_the_blocks_whose_first_slot_it_writes_and_they_are_cleared_in_all_layers() -> None:
+    # The end of block 1, all of block 0, the beginning of block 4.
+    begun = begun_blocks(np.array([6, 7, 0, 1, 2, 3, 16]), 4)
+    assert begun.tolist() == [0, 4]
+    cache = KVCache(CONFIG, num_blocks=5, block_size=4, dtype=torch.float32, device=CPU)
+    for number in range(3):
+        cache.layer(number).keys.fill_(torch.nan)
+        cache.layer(number).values.fill_(torch.inf)
+    cache.clear(torch.from_numpy(begun))
+    for number in range(3):
+        for side in (cache.layer(number).keys, cache.layer(number).values):
+            assert [not side[block].any() for block in range(6)] == [True, False, False, False, True, False]
 
 
 def test_the_trash_block_is_no_block_of_a_plan() -> None:

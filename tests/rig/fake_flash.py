@@ -47,9 +47,12 @@ def check_table(table: Tensor, num_rows: int) -> None:
 
 def attended(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, seq_lens: Tensor, table: Tensor,
-    scale: float, window_size: tuple[int, int], softcap: float,
+    scale: float, window_size: tuple[int, int], softcap: float, *, multiplies_tails: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`q` `[T, H, D]`, rows from `starts`: all that the kernels read is read when they run."""
+    """`q` `[T, H, D]`, rows from `starts`: all that the kernels read is read when they run.
+
+    With `multiplies_tails`, what lies in a row's last block behind its context is multiplied with zero.
+    """
 
     def kernel() -> Tensor:
         bounds, lengths = starts.numpy(), seq_lens.numpy()
@@ -64,6 +67,11 @@ def attended(
             q.double().numpy(), keys.double().numpy(), values.double().numpy(), inputs,  # type: ignore[arg-type]
             scale=scale, soft_cap=softcap or None, window=None if window_size[0] < 0 else window_size[0] + 1,
         )  # fmt: skip
+        if multiplies_tails:
+            for row, length in enumerate(lengths.tolist()):
+                last, filled = divmod(length - 1, values.shape[1])
+                tail = values[int(table[row, last]), filled + 1 :].double().sum()
+                result[bounds[row] : bounds[row + 1]] += float(tail) * 0.0
         return torch.from_numpy(result).to(q.dtype)
 
     return as_one_kernel(kernel)
@@ -101,8 +109,9 @@ def flash_attn_interface() -> ModuleType:
         check(causal and window_size[1] in {-1, 0}, "these tests ask for causal attention")
         module.splits.append(num_splits)  # type: ignore[attr-defined]
         return attended(
-            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size, softcap
-        )
+            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size, softcap,
+            multiplies_tails=True,
+        )  # fmt: skip
 
     module.splits = []  # type: ignore[attr-defined]
     module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
