@@ -36,8 +36,9 @@ def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "Mode
     """
     import torch
 
+    from executor.device_memory import out_of_memory
     from executor.model import ModelError
-    from executor.runner import ModelRunner
+    from executor.runner import ModelRunner, accelerator_of, checked_device
 
     num_sharers = 1 if ranks is None else ranks.num_sharers
     num_threads = config.num_threads or min([torch.get_num_threads(), *processors(own_groups())])
@@ -58,6 +59,11 @@ def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "Mode
         )
     except ModelError as error:
         raise StartError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        accelerator = accelerator_of(checked_device(config.device))
+        if accelerator is None:
+            raise
+        raise StartError(out_of_memory(accelerator.memory(), str(config.model))) from error
     except (OSError, MemoryError) as error:
         reason = str(error) or "no memory is left"
         raise StartError(f"the model {config.model} cannot be loaded: {reason}") from error

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-import structlog
 import torch
 from torch import Tensor
 
@@ -29,8 +28,6 @@ from executor.staging import StepArrays, on_device
 
 MOST_ROWS: Final = 512
 _STRIDE: Final = 16
-
-log = structlog.get_logger()
 
 
 def captured_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -112,7 +109,6 @@ class CapturedDecode:
                 self._result[:size].copy_(hidden.normed)
 
             self._graphs[size] = accelerator.capture(work)
-        log.info("decode_captured", sizes=self._sizes)
 
     def size_for(self, inputs: StepInputs) -> int | None:
         """The size that the step is to be padded to; None when it must run as it is."""

@@ -22,7 +22,13 @@ from executor.attention.paged_triton import TritonAttention
 from executor.attention.reference import ReferenceAttention
 from executor.captured import CapturedDecode, captured_sizes
 from executor.constraints import Constraint, Constraints, Matcher
-from executor.device_memory import check_weights_fit, largest_step, num_blocks_that_fit, num_profile_blocks
+from executor.device_memory import (
+    bytes_of_captures,
+    check_weights_fit,
+    largest_step,
+    num_blocks_that_fit,
+    num_profile_blocks,
+)
 from executor.inputs import SampleRow, Scored, StepBatch, StepInputs
 from executor.kernels.build import KernelsUnavailableError
 from executor.kernels.library import fastest
@@ -199,11 +205,16 @@ class ModelRunner:
                 max_seq_len=config.max_seq_len,
                 block_size=block_size,
             )
-            profiled = cache_of(num_profile_blocks(num_tokens, config.max_seq_len, block_size))
+            num_profiled = num_profile_blocks(num_tokens, config.max_seq_len, block_size)
+            profiled = cache_of(num_profiled)
             whole = checkpoint.config
             num_blocks = num_blocks_that_fit(
                 accelerator,
                 lambda: run_profiled(accelerator, model, operations, profiled, largest, whole.vocab_size),
+                lambda: captured_bytes(
+                    accelerator, model, operations, profiled, captured_sizes(max_num_seqs), config.max_seq_len
+                ),
+                profile_bytes=(num_profiled + 1) * block_bytes,
                 block_bytes=block_bytes,
                 block_size=block_size,
                 num_tokens=num_tokens,
@@ -489,6 +500,26 @@ def run_profiled(
 
 
 @torch.inference_mode()
+def captured_bytes(
+    accelerator: Accelerator,
+    model: Decoder,
+    operations: Operations,
+    cache: KVCache,
+    sizes: Sequence[int],
+    max_seq_len: int,
+) -> int:
+    """What the captured steps of all `sizes` will keep, tried out over a cache that is there for it."""
+    # Of several ranks none captures: their operations are not plain.
+    if not (isinstance(operations, PlainOperations) and operations.attention.can_be_captured):
+        return 0
+
+    def capture(some: Sequence[int]) -> CapturedDecode:
+        return CapturedDecode(accelerator, model, operations, cache, sizes=some, max_seq_len=max_seq_len)
+
+    return bytes_of_captures(accelerator, capture, sizes)
+
+
+@torch.inference_mode()
 def pipeline_of(
     accelerator: Accelerator,
     model: Decoder,
@@ -501,14 +532,11 @@ def pipeline_of(
     assert isinstance(operations, PlainOperations), "our own kernels are the CPU's"
     captured = None
     if operations.attention.can_be_captured:
+        sizes = captured_sizes(max_num_seqs)
         captured = CapturedDecode(
-            accelerator,
-            model,
-            operations,
-            kv_cache,
-            sizes=captured_sizes(max_num_seqs),
-            max_seq_len=config.max_seq_len,
+            accelerator, model, operations, kv_cache, sizes=sizes, max_seq_len=config.max_seq_len
         )
+        log.info("decode_captured", sizes=sizes)
     return Pipeline(accelerator, model, operations, kv_cache, vocab_size=config.vocab_size, captured=captured)
 
 

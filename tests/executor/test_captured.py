@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
+from executor.accelerator import DeviceMemory
 from executor.attention import paged_triton
 from executor.attention.base import AttentionBackend
 from executor.attention.flash2 import Flash2Attention
@@ -244,3 +246,22 @@ def test_what_a_blocks_last_owner_left_does_no_harm_to_the_next_one(
         assert [each.errors for each in sampled] == [[None]] * 4
         chosen.append([each.token_ids for each in sampled])
     assert chosen[0] == chosen[1]
+
+
+class WithLargeGraphs(FakeDevice):
+    """Each graph takes ten bytes, for good."""
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(self.free_bytes - 10 * len(self.graphs), self.total_bytes)
+
+
+def test_the_memory_of_captured_steps_is_left_to_them(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash.flash_attn_interface())
+    device = WithLargeGraphs(total_bytes=1 << 26, free_bytes=1 << 25)
+    with capture_logs() as logs:
+        capturing(Flash3Attention, monkeypatch, tiny_folder, device, dtype="bfloat16", num_blocks=None)
+    (profiled,) = [line for line in logs if line["event"] == "memory_profiled"]
+    (captured,) = [line for line in logs if line["event"] == "decode_captured"]
+    assert profiled["captured_bytes"] == 10 * len(captured["sizes"]) == 40

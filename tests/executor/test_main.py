@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor import __main__
+from executor import __main__, runner
 from executor.config import ExecutorSettings
 from executor.model import checkpoint
 from rpc.errors import StartError
+from tests.rig.fake_device import FakeDevice
 
 LOADS_FOR_EVER = """
 import os, sys
@@ -71,3 +72,20 @@ def test_a_model_that_the_system_does_not_let_us_load_is_one_sentence(
     monkeypatch.setattr(checkpoint.Path, "exists", refuse)
     with pytest.raises(StartError, match=f"the model {tmp_path} cannot be loaded: .*{reason}"):
         __main__.load_runner(ExecutorSettings(model=tmp_path, listen="unix:/x", device="cpu"))
+
+
+def test_a_gpu_without_memory_for_the_model_is_said_with_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(runner.ModelRunner, "load", load)
+    device = FakeDevice(free_bytes=1 << 29, total_bytes=80 << 30)
+    monkeypatch.setattr(runner, "accelerator_of", lambda _: device)
+    config = ExecutorSettings(model=tmp_path / "some", listen="unix:/x", device="cpu")
+    with pytest.raises(StartError) as raised:
+        __main__.load_runner(config)
+    said = str(raised.value)
+    assert "some: 0.50 GiB of its 80.00 GiB are free" in said
+    assert "gpu_memory_utilization" in said
