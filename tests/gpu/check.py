@@ -188,12 +188,14 @@ def lines_of(part: str, found: dict[str, Any]) -> list[str]:
         copy, product = found["copy_bytes_per_second"] / 1e12, found["flops_per_second"] / 1e12
         lines = [f"copy {copy:.2f} TB/s, product {product:.0f} Tflop/s"]
     elif part == "attention":
-        lines = [f"{found['cases']} cases, worst relative error {found['worst_error']}"]
-        lines += [f"wrong: {each}" for each in found["failed"][:5]]
+        lines = [f"{found.get('cases')} cases, worst relative error {found.get('worst_error')}"]
+        lines += [f"wrong: {each}" for each in found.get("failed", [])[:5]]
         if "nan_in_tails" in found:
             lines += [f"NaN behind the end of a context: {found['nan_in_tails']}"]
     elif part == "bandwidth":
-        lines = [", ".join(f"{name} {value}" for name, value in each.items()) for each in found["measured"]]
+        lines = [
+            ", ".join(f"{name} {value}" for name, value in each.items()) for each in found.get("measured", [])
+        ]
     else:
         lines = [f"{name} {value}" for name, value in found.items() if name != "not_run"]
     if found.get("not_run"):

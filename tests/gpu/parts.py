@@ -170,7 +170,8 @@ def run(options: argparse.Namespace, started: float) -> int:
         done = findings.unit(unit, work_of(unit, machine, measured))
         if done["part"] == "rates":
             measured |= done.get("found", {})
-        print(f"{done['part']} {done['backend'] or ''}: {done['verdict']}. {done.get('why', '')}", flush=True)
+        said = f"{done['part']} {done['backend'] or ''}: {done['verdict']}. {done.get('why', '')}"
+        print("\n  ".join([said, *check.lines_of(done["part"], done.get("found", {}))]), flush=True)
     return 0
 
 

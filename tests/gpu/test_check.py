@@ -26,6 +26,9 @@ def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "interpreter_refusal", lambda: "the interpreter is slow")
 
 
+ROOT = str(Path(__file__).parents[2])
+
+
 def nobody(_: dict[str, Any]) -> None:
     """Nobody wants to know what was found so far."""
 
@@ -312,14 +315,17 @@ def test_a_process_that_dies_or_hangs_stops_no_other_and_what_it_had_found_is_ke
     assert hung["found"]["cases"] == 3
     assert found["bandwidth"]["verdict"] == "good"
     # With it went what it had started.
-    asleep = int((tmp_path / "asleep").read_text())
-    deadline = time.monotonic() + 20
-    while is_running(asleep) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_running(asleep)
+    await_end(int((tmp_path / "asleep").read_text()))
     said = capsys.readouterr().out
     assert "graphs, flash3           BROKEN" in said
     assert "copy 4.00 TB/s, product 700 Tflop/s" in said
+
+
+def await_end(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(pid)
 
 
 def is_running(pid: int) -> bool:
@@ -327,6 +333,31 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+ENDED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests.gpu import check
+check.missing = lambda: None
+made = check.Check
+check.Check = lambda seconds, path, _: made(seconds, path, [sys.executable, "-I", "-S", sys.argv[2]])
+sys.exit(check.main([]))
+"""
+
+
+def test_who_ends_the_check_ends_what_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "plans.json").write_text(json.dumps({"environment": {"hang": True}}))
+    asleep = tmp_path / "asleep"
+    command = [sys.executable, "-I", "-S", "-c", ENDED, ROOT, str(tmp_path / "child.py")]
+    with subprocess.Popen(command) as process:
+        deadline = time.monotonic() + 20
+        while not (asleep.exists() and asleep.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(20) == 128 + 15
+    await_end(int(asleep.read_text()))
 
 
 def test_the_file_is_whole_after_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,9 +396,6 @@ def test_without_a_gpu_all_the_rest_is_one_process(tmp_path: Path) -> None:
     assert found["whole step"]["verdict"] == "good"
     assert found["attention"]["verdict"] == "BROKEN"
     assert found["bandwidth"]["verdict"] == "not run"
-
-
-ROOT = str(Path(__file__).parents[2])
 
 
 def test_it_imports_nothing_that_may_be_missing_and_names_what_is() -> None:
