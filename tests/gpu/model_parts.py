@@ -41,6 +41,10 @@ LARGE = {
     128,
 }  # fmt: skip
 """The shape of Llama 3 8B."""
+MOST_TOKENS = 4096
+"""Of a sequence."""
+STEP = (256, 1000)
+"""Rows of the step that is timed, and each one's context."""
 EVERYTHING = SamplingParams(
     max_tokens=9,
     temperature=0.9,
@@ -63,8 +67,9 @@ class Model:
         self.config = ModelConfig(
             vocab_size=shape["vocab"], hidden_size=shape["hidden"], intermediate_size=shape["mlp"],
             num_heads=shape["heads"], num_kv_heads=shape["kv_heads"], head_dim=shape["head_dim"],
-            max_seq_len=4096 if machine.is_gpu else 64, layers=(LayerKind(Rope(5e5)),) * shape["num_layers"],
-            rms_norm_eps=1e-5, tie_word_embeddings=False, attention_scale=shape["head_dim"] ** -0.5,
+            max_seq_len=MOST_TOKENS if machine.is_gpu else 64,
+            layers=(LayerKind(Rope(5e5)),) * shape["num_layers"], rms_norm_eps=1e-5,
+            tie_word_embeddings=False, attention_scale=shape["head_dim"] ** -0.5,
         )  # fmt: skip
         config = self.config
         spec = machine.spec(
@@ -306,7 +311,7 @@ def whole_step(
 
     Figures that there was no time for are named in `not_run`.
     """
-    num_rows, context = (256, 1000) if machine.is_gpu else (2, 20)
+    num_rows, context = STEP if machine.is_gpu else (2, 20)
     per_row = -(-(context + 1) // backend.block_size)
     model = Model(machine, backend, LARGE if machine.is_gpu else SMALL, num_blocks=num_rows * per_row)
     config = model.config

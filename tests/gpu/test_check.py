@@ -4,15 +4,20 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from executor.attention.base import AttentionMetadata, metadata_of
 from executor.attention.paged_triton import TritonAttention
 from executor.attention.reference import ReferenceAttention
+from executor.inputs import StepInputs
 from executor.kv_cache import LayerCache
+from executor.staging import StepArrays
 from tests.gpu import attention_parts, check, machine, model_parts, parts, variants
 from tests.gpu.check import PARTS, Check
 from tests.gpu.machine import Machine, WrongError
@@ -216,6 +221,78 @@ def test_every_back_end_is_asked_whether_its_steps_wait() -> None:
     found, not_run = model_parts.waits(Machine.here(60.0), [Breaking, ReferenceAttention, OffByLittle])
     assert found == {"reference": "none"}
     assert not_run == []
+
+
+class Dense(ReferenceAttention):
+    """Decode rows over whole tables, masked: it can be captured."""
+
+    can_be_captured = True
+
+    def prepare(self, inputs: StepInputs, arrays: StepArrays) -> AttentionMetadata:
+        return metadata_of(inputs, arrays, self.spec.block_size)
+
+    def forward(
+        self, query: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, *, window: int | None
+    ) -> torch.Tensor:
+        tables, (num_rows, num_heads, head_dim) = metadata.block_tables.long(), query.shape
+        keys, values = (
+            side[tables].flatten(1, 2).repeat_interleave(num_heads // self.spec.num_kv_heads, dim=2)
+            for side in (cache.keys, cache.values)
+        )
+        scores = torch.einsum("rhd,rnhd->rhn", query, keys) * self.spec.scale
+        behind = torch.arange(keys.shape[1]) >= metadata.seq_lens[:, None]
+        weights = scores.masked_fill(behind[:, None], -torch.inf).softmax(dim=-1)
+        return torch.einsum("rhn,rnhd->rhd", weights, values).view(num_rows, num_heads, head_dim)
+
+
+class Stale(Dense):
+    """Keeps what it was captured with: whatever is replayed, the contexts are those of the capture."""
+
+    def prepare(self, inputs: StepInputs, arrays: StepArrays) -> AttentionMetadata:
+        metadata = super().prepare(inputs, arrays)
+        return replace(metadata, seq_lens=torch.from_numpy(inputs.seq_lens.copy()))
+
+
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts do what they do on a GPU, with a device that only seems one."""
+    small = model_parts.SMALL
+    for name in ("MIDDLE", "LARGE"):
+        monkeypatch.setattr(model_parts, name, small)
+    monkeypatch.setattr(model_parts, "PLANS", ([60, 3, 17], [5], [33] * 9))
+    monkeypatch.setattr(model_parts, "STEP", (3, 40))
+    monkeypatch.setattr(Machine, "is_gpu", True)
+    monkeypatch.setattr(Machine, "dtype", torch.float32)
+    monkeypatch.setattr(Machine, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+
+    def seconds(_: Machine, work: Callable[[], None], **__: int) -> float:
+        work()
+        return 0.001
+
+    monkeypatch.setattr(Machine, "seconds", seconds)
+    monkeypatch.setattr(model_parts, "MOST_TOKENS", 64)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+def test_replayed_steps_are_compared_and_one_that_is_stale_is_wrong() -> None:
+    here = Machine.here(60.0)
+    found = model_parts.graphs(here, Dense, nobody)
+    assert found == {"worst_difference": 0.0, "same_bits": True, "not_run": []}
+    with pytest.raises(WrongError, match="a replayed step differs by"):
+        model_parts.graphs(here, Stale, nobody)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+def test_captured_steps_are_timed_and_fed_ones_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine.here(60.0)
+    found = model_parts.whole_step(here, Dense, 1e9, 1e9, nobody)
+    assert {"eager_ms", "captured_ms", "with_sampling_ms"} <= set(found)
+    assert model_parts.waits(here, [Dense]) == ({"reference": "none"}, [])
+    monkeypatch.setattr(attention_parts, "COLD_BYTES", 1)
+    monkeypatch.setattr(attention_parts, "shapes", lambda _: [(2, 40, 1, 64)])
+    (measured,) = attention_parts.bandwidth(here, Dense, 1e9, nobody)["measured"]
+    assert measured["us"] == 500, "of one of two layers"
 
 
 # --- the process that runs them -------------------------------------------------------------------------
