@@ -109,7 +109,7 @@ class ExecuteStream:
     async def connected(self) -> None:
         """Returns once there is a connection; where there is none, `results` raises. A call begins before."""
         # Not by `channel_ready`: what waits for a change of state, and is cancelled, complains when it comes.
-        while self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+        while self._channel.get_state() is not grpc.ChannelConnectivity.READY:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def send(self, message: bytes) -> None:
