@@ -46,6 +46,7 @@ from executor.model.decoder import Decoder, Hidden
 from executor.model.weights import load_weights, weight_bytes
 from executor.operations.base import Operations
 from executor.operations.cpu import CpuOperations
+from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
 from executor.parallel.ranks import Alone, Ranks
 from executor.pipeline import Pipeline
@@ -170,7 +171,7 @@ class ModelRunner:
                 has_window=any(kind.window is not None for kind in config.layers),
             )
 
-        own = select_operations(spec_of, attention)
+        own = select_operations(spec_of, attention, config.hidden_size)
         operations = ranks.joined(own, checkpoint)
         if accelerator is not None:
             check_weights_fit(accelerator, weight_bytes(config, torch_dtype))
@@ -455,17 +456,20 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
     return Cuda(device) if device.type == "cuda" else None
 
 
-def select_operations(spec_of: Callable[[int], AttentionSpec], attention: str | None) -> Operations:
+def select_operations(
+    spec_of: Callable[[int], AttentionSpec], attention: str | None, hidden_size: int
+) -> Operations:
     """Our own kernels where they can compute this; plain torch where not, and the log says why.
 
     `spec_of` says what is needed, given the block size that suits who is asked. `attention` names the back
     end to take.
     """
     if attention is not None:
-        named = PlainOperations(select_backend([named_backend(BACKENDS, attention)], spec_of))
-        log.info("operations_selected", operations=named.name, asked_for=attention)
-        return named
+        candidates = [named_backend(BACKENDS, attention)]
+        return _around(select_backend(candidates, spec_of), hidden_size, asked_for=attention)
     spec = spec_of(CPU_BLOCK_SIZE)
+    if spec.device.type != "cpu":
+        return _around(select_backend(BACKENDS, spec_of), hidden_size)
     refusal = CpuOperations.refusal(spec)
     if refusal is None:
         try:
@@ -475,9 +479,18 @@ def select_operations(spec_of: Callable[[int], AttentionSpec], attention: str | 
         else:
             log.info("operations_selected", operations=operations.name)
             return operations
-    plain = PlainOperations(select_backend(BACKENDS, spec_of))
-    log.info("operations_selected", operations=plain.name, no_kernels=refusal)
-    return plain
+    return _around(select_backend(BACKENDS, spec_of), hidden_size, no_kernels=refusal)
+
+
+def _around(backend: AttentionBackend, hidden_size: int, **known: str) -> PlainOperations:
+    """Operations in torch around a back end, fused where they can be; what is `known` is logged too."""
+    refusal = FusedOperations.refusal(backend.spec, hidden_size)
+    if refusal is None:
+        operations: PlainOperations = FusedOperations(backend)
+    else:
+        operations, known = PlainOperations(backend), {"no_kernels": refusal} | known
+    log.info("operations_selected", operations=operations.name, **known)
+    return operations
 
 
 def run_profiled(

@@ -93,11 +93,11 @@ def test_it_serves_what_a_gpu_can_compute() -> None:
     assert TritonAttention.refusal(spec()) == "it runs on cuda, not on cpu"
 
 
-def compile_for_hopper(selection: str, timeout: float) -> None:
+def compile_for_hopper(selection: str, timeout: float, variants: str = "tests.gpu.variants") -> None:
     """In a process without the interpreter."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.variants", selection],
+        [sys.executable, "-m", variants, selection],
         capture_output=True, text=True, timeout=timeout, env=environ, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

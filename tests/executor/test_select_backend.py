@@ -97,10 +97,10 @@ def test_without_triton_there_is_the_reference(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_name_overrides_and_one_that_cannot_serve_is_refused() -> None:
-    operations = select_operations(lambda own: replace(spec(), block_size=own), "reference")
+    operations = select_operations(lambda own: replace(spec(), block_size=own), "reference", 64)
     assert isinstance(operations, PlainOperations)
     with pytest.raises(ModelError, match="flash3: it runs on cuda, not on cpu"):
-        select_operations(lambda own: replace(spec(), block_size=own), "flash3")
+        select_operations(lambda own: replace(spec(), block_size=own), "flash3", 64)
     with pytest.raises(
         ModelError, match="'flash4' is not known; there are flash3, flash2, triton, reference"
     ):

@@ -1,0 +1,177 @@
+"""A decoder's operations on a GPU: torch's products, and one kernel for all that stands between two.
+
+A layer is four products, attention and four kernels, where plain torch has dozens that each read and write
+all of their numbers. Nothing here waits for the device or looks at its numbers, and a launch depends on
+nothing but the number of tokens: so a captured step is the same step for other sequences.
+"""
+
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from executor.attention.base import AttentionBackend, AttentionSpec, write_slots
+from executor.kv_cache import LayerCache
+from executor.operations.base import Activation, Linear, Norm, StepTensors
+from executor.operations.plain import PlainOperations
+
+TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+MOST_WIDTH: Final = 32_768
+"""Of what is normed: one program has a whole row in its registers."""
+GATE_TILE: Final = 1024
+_HALVES: Final = 512
+"""Numbers of one half of the heads that a program turns."""
+
+
+class FusedOperations(PlainOperations):
+    """`Operations` in torch and Triton around an attention back end."""
+
+    @classmethod
+    def refusal(cls, spec: AttentionSpec, hidden_size: int) -> str | None:
+        """Why the kernels cannot compute this, as a clause for people; None when they can.
+
+        In triton's interpreter they run on a CPU, for tests alone.
+        """
+        if spec.device.type != "cuda":
+            return f"the fused kernels run on cuda, not on {spec.device.type}"
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        if spec.dtype not in TYPES:
+            return f"the fused kernels do not compute in {str(spec.dtype).removeprefix('torch.')}"
+        widest = max(hidden_size, spec.head_dim)
+        if widest > MOST_WIDTH:
+            return f"rows of {widest} numbers are normed, and {MOST_WIDTH} are the most"
+        return not_built(spec.device)
+
+    def __init__(self, attention: AttentionBackend) -> None:
+        from executor.operations import triton_kernels
+
+        super().__init__(attention)
+        assert attention.write_kv is write_slots, "keys and values are written here as every back end does"
+        self._kernels = triton_kernels
+        self.name = f"torch with fused kernels, {attention.name} attention"
+
+    def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
+        """One kernel."""
+        return self._normed(hidden, None, norm, None)
+
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: Norm, *, update_norm: Norm | None) -> Tensor:
+        """One kernel."""
+        return self._normed(hidden, update, norm, update_norm)
+
+    def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
+        """One product for both halves, and one kernel."""
+        gate_up = self.linear(inputs, layer)
+        num_tokens, width = gate_up.shape[0], layer.out_features
+        out = gate_up.new_empty(num_tokens, width)
+        self._kernels.gate[num_tokens, -(-width // GATE_TILE)](
+            _rows(gate_up), out, **gate_form(width, activation)
+        )
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        step: StepTensors,
+        cache: LayerCache,
+        *,
+        rope: Tensor,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+    ) -> Tensor:
+        """One kernel."""
+        spec, num_tokens = self._spec, qkv.shape[0]
+        query = qkv.new_empty(num_tokens, spec.num_heads, spec.head_dim)
+        assert cache.keys.stride() == cache.values.stride()
+        assert cache.keys.stride(-1) == 1
+        form = rotation_form(spec, has_query_norm=query_norm is not None, has_key_norm=key_norm is not None)
+        groups = -(-spec.num_heads // form["HEADS"]) + 2 * -(-spec.num_kv_heads // form["HEADS"])
+        self._kernels.rotate_and_store[num_tokens, groups](
+            _rows(qkv), step.positions, step.attention.slot_blocks, step.attention.slot_offsets, _rows(rope),
+            rope if query_norm is None else query_norm.weight, rope if key_norm is None else key_norm.weight,
+            query, cache.keys, cache.values,
+            0.0 if query_norm is None else query_norm.eps, 0.0 if key_norm is None else key_norm.eps,
+            *cache.keys.stride()[:3], **form,
+        )  # fmt: skip
+        return query
+
+    def _normed(self, hidden: Tensor, update: Tensor | None, norm: Norm, update_norm: Norm | None) -> Tensor:
+        num_tokens, width = hidden.shape
+        out = torch.empty(num_tokens, width, dtype=self._spec.dtype, device=hidden.device)
+        update_by = norm if update_norm is None else update_norm
+        form = norm_form(width, has_update=update is not None, norms_update=update_norm is not None)
+        self._kernels.norm[num_tokens,](
+            _rows(hidden), hidden if update is None else _rows(update), norm.weight, update_by.weight, out,
+            norm.eps, update_by.eps, **form,
+        )  # fmt: skip
+        return out
+
+
+def not_built(device: torch.device) -> str | None:
+    """Why triton cannot build and launch a kernel here, as a clause for people; None when it can.
+
+    It wants more than to be installed: a C compiler and Python's headers at run time, and a folder to write.
+    """
+    try:
+        from executor.operations import triton_kernels
+
+        gate_up, out = torch.zeros(1, 2, device=device), torch.empty(1, 1, device=device)
+        triton_kernels.gate[1, 1](gate_up, out, **gate_form(1, Activation.SILU))
+    except Exception as error:  # noqa: BLE001 - whatever it is, torch computes without it
+        reason = next(iter(str(error).splitlines()), "")
+        return f"triton cannot build a kernel here ({type(error).__name__}: {reason[:200]})"
+    return None
+
+
+# --- the forms of the kernels: their constants, and how they are launched ---------------------------
+
+
+def norm_form(width: int, *, has_update: bool, norms_update: bool) -> dict[str, Any]:
+    """Of `norm`: sixteen numbers of a row for a thread, as far as that goes."""
+    return {
+        "WIDTH": width,
+        "PADDED_WIDTH": _power_of_two(width),
+        "HAS_UPDATE": has_update,
+        "NORMS_UPDATE": norms_update,
+        "num_warps": min(max(1, _power_of_two(width) // 512), 16),
+        "enable_fp_fusion": False,
+    }
+
+
+def rotation_form(spec: AttentionSpec, *, has_query_norm: bool, has_key_norm: bool) -> dict[str, Any]:
+    """Of `rotate_and_store`."""
+    half = spec.head_dim // 2
+    padded_half = _power_of_two(half)
+    return {
+        "NUM_HEADS": spec.num_heads,
+        "NUM_KV_HEADS": spec.num_kv_heads,
+        "HALF": half,
+        "PADDED_HALF": padded_half,
+        "HEADS": min(max(1, _HALVES // padded_half), _power_of_two(spec.num_heads)),
+        "HAS_QUERY_NORM": has_query_norm,
+        "HAS_KEY_NORM": has_key_norm,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def gate_form(width: int, activation: Activation) -> dict[str, Any]:
+    """Of `gate`."""
+    return {
+        "WIDTH": width,
+        "TILE": GATE_TILE,
+        "ACTIVATION": activation.value,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def _power_of_two(count: int) -> int:
+    """The next one."""
+    return 1 << (count - 1).bit_length()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    assert tensor.is_contiguous(), "the kernels are given no strides of rows"
+    return tensor
