@@ -18,6 +18,7 @@ from executor.model.config import LayerKind, ModelConfig, Rope
 from executor.model.decoder import Decoder
 from executor.model.weights import LayerWeights, ModelWeights
 from executor.operations.base import Linear, Norm
+from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
 from executor.philox import philox4x32
 from executor.pipeline import Pipeline
@@ -76,7 +77,8 @@ class Model:
             config.head_dim, config.num_kv_heads, config.num_heads // config.num_kv_heads, backend.block_size
         )
         self.block_size = spec.block_size
-        self.operations = PlainOperations(backend(spec))
+        is_fused = FusedOperations.refusal(spec, config.hidden_size) is None
+        self.operations = (FusedOperations if is_fused else PlainOperations)(backend(spec))
         self._generator = torch.Generator(machine.device).manual_seed(0)
         hidden, dim = config.hidden_size, config.head_dim
         norm = Norm(torch.ones(hidden, device=machine.device), config.rms_norm_eps)

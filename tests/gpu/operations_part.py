@@ -15,8 +15,9 @@ from executor.model.rope import rope_table
 from executor.operations.base import Activation, Norm, StepTensors
 from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
-from tests.gpu.attention_parts import WrongError, random_tables, rows_on
-from tests.gpu.machine import Machine, interpreter_refusal
+from tests.gpu import machine as machines
+from tests.gpu.attention_parts import random_tables, rows_on
+from tests.gpu.machine import Machine, WrongError
 
 MOST_ROUNDINGS: Final = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 64.0}
 """How far a number may be from plain torch's, in roundings of itself or of its row's mean square root."""
@@ -127,13 +128,15 @@ def is_replayed(machine: Machine, case: Case) -> bool:
 @torch.inference_mode()
 def operations(machine: Machine) -> dict[str, Any]:
     """Every fused operation beside plain torch's, in each type, and once more out of a captured graph."""
-    if not machine.is_gpu and (refusal := interpreter_refusal()) is not None:
-        return {"not_run": refusal}
+    if not machine.is_gpu and (refusal := machines.interpreter_refusal()) is not None:
+        return {"refused": refusal}
     types = (torch.bfloat16, torch.float16, torch.float32) if machine.is_gpu else (torch.float32,)
     worst: dict[str, dict[str, float]] = {}
     wrong: list[str] = []
+    not_run: list[str] = []
     for shape, dtype in itertools.product(SHAPES if machine.is_gpu else SMALL, types):
         if machine.is_late:
+            not_run.append(f"{shape[0]} {dtype}")
             continue
         case, kind = Case(machine, shape, dtype), str(dtype).removeprefix("torch.")
         for name, ask in case.questions().items():
@@ -146,7 +149,7 @@ def operations(machine: Machine) -> dict[str, Any]:
                 wrong.append(f"{shape[0]} {kind} {name}: {off:.1f} roundings off")
         if machine.is_gpu and not is_replayed(machine, case):
             wrong.append(f"{shape[0]} {kind}: a captured step computes something else")
-    result = {"worst_roundings": worst, "wrong": wrong}
+    result = {"worst_roundings": worst, "wrong": wrong, "not_run": not_run}
     if wrong:
         raise WrongError(f"{len(wrong)} answers differ from plain torch's, the first: {wrong[0]}", result)
     return result

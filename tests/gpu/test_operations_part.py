@@ -10,8 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed (extra `triton`)")
 
 from executor.operations.fused import FusedOperations
 from tests.executor.interpreter import like_a_gpu
-from tests.gpu.attention_parts import WrongError
-from tests.gpu.machine import Machine
+from tests.gpu.machine import Machine, WrongError
 from tests.gpu.operations_part import operations
 from tests.rig.fake_device import FakeDevice
 
