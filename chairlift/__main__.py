@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         print(*(f"chairlift: {complaint}" for complaint in complaints), sep="\n", file=sys.stderr)
         return 2
     if command in _SERVICES:
-        flags = _with_folder(command, rest)
+        flags = rest if command == "scheduler" else _with_folder(command, rest)
         # An exec, not a child: signals, exit code and process id are the service's own.
         os.execv(sys.executable, [sys.executable, "-m", command, *flags])  # noqa: S606 - our own module
     if command in _COMMANDS:
@@ -64,7 +64,7 @@ def _with_folder(service: str, flags: list[str]) -> list[str]:
     parser = Parser(prog=f"chairlift {service}", add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default=os.environ.get("CHAIRLIFT_MODEL"))
     options, others = parser.parse_known_args(flags)
-    if options.model is None or Path(options.model).exists():
+    if {"-h", "--help"} & set(others) or options.model is None or Path(options.model).exists():
         return flags
     pull, errors = importlib.import_module("chairlift.pull"), importlib.import_module("rpc.errors")
     try:

@@ -5,8 +5,9 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 
@@ -75,17 +76,12 @@ def given_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, Router]:
-    """The options, those of `add_flags` among them; a wrong one ends the process with its sentence.
-
-    With `--wait` the router serves by then, or has been waited for.
-    """
+    """The options, those of `add_flags` among them; a wrong one ends the process with its sentence."""
     options = parser.parse_args(argv)
     try:
-        router = from_flags(options)
+        return options, from_flags(options)
     except AddressError as error:
         parser.error(str(error))
-    asyncio.run(waited_for(router, options, parser.prog))
-    return options, router
 
 
 async def waited_for(router: Router, options: argparse.Namespace, prog: str) -> None:
@@ -96,6 +92,20 @@ async def waited_for(router: Router, options: argparse.Namespace, prog: str) -> 
 
     if options.wait is not None:
         await until_serving(router.address, router.certificates, seconds=options.wait, say=say)
+
+
+Result = TypeVar("Result")
+
+
+def run(work: Coroutine[Any, Any, Result], router: Router, options: argparse.Namespace, prog: str) -> Result:
+    """Does a command's work once the router serves, as far as `--wait` asks for that."""
+
+    async def waited() -> Result:
+        with contextlib.closing(work):
+            await waited_for(router, options, prog)
+            return await work
+
+    return asyncio.run(waited())
 
 
 @contextlib.asynccontextmanager

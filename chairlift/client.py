@@ -244,8 +244,8 @@ class Client:
                         piece = transcript.take(event)
                         if piece is not None:
                             patience.renew()
+                            attempts.check()  # what had come before the end is not told after it
                             yield piece
-                            attempts.check()
                 except grpc.RpcError as error:
                     attempts.check()
                     delay = self._routers.delay_before_resume(transcript, patience, from_call(error), router)
@@ -436,8 +436,8 @@ class AsyncClient:
                         piece = transcript.take(event)
                         if piece is not None:
                             patience.renew()
+                            attempts.check()  # what had come before the end is not told after it
                             yield piece
-                            attempts.check()
                 except grpc.aio.AioRpcError as error:
                     heed_cancel()
                     attempts.check()

@@ -1,6 +1,5 @@
 """`chairlift explain ID`: where the time of one request went, step by step, with reasons."""
 
-import asyncio
 import re
 import sys
 
@@ -8,7 +7,7 @@ import grpc
 from rich.table import Table
 
 from chairlift.about import about
-from chairlift.calls import Router, add_flags, parsed, router_at
+from chairlift.calls import Router, add_flags, parsed, router_at, run
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.tables import show
@@ -29,7 +28,8 @@ def main(argv: list[str]) -> int:
     add_flags(parser)
     options, router = parsed(parser, argv)
     try:
-        response = asyncio.run(_ask(router, options.request_id, options.tenant))
+        work = _ask(router, options.request_id, options.tenant)
+        response = run(work, router, options, parser.prog)
     except ChairliftError as error:
         print(f"chairlift explain: {error}", file=sys.stderr)
         return 1

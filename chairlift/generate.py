@@ -1,11 +1,10 @@
 """`chairlift generate "…"`: asks a running router and streams the answer to stdout."""
 
 import argparse
-import asyncio
 import sys
 
 from chairlift.asking import Options, Prompt
-from chairlift.calls import add_flags, parsed
+from chairlift.calls import add_flags, parsed, run
 from chairlift.client import AsyncClient
 from chairlift.flag_numbers import positive
 from chairlift.parser import Parser
@@ -23,12 +22,12 @@ _WHY = {
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, or 1 when the call fails or the answer was cut off."""
     parser = _parser()
-    options, _ = parsed(parser, argv)
+    options, router = parsed(parser, argv)
     if options.system is not None and not options.chat:
         parser.error("--system without --chat: a text to continue has no system message; give --chat too")
     try:
         text = sys.stdin.read() if options.prompt == "-" else options.prompt
-        return asyncio.run(_stream(_prompt(options, text), options))
+        return run(_stream(_prompt(options, text), options), router, options, parser.prog)
     except (ChairliftError, ValueError) as error:
         print(f"chairlift generate: {error}", file=sys.stderr)
         return 1

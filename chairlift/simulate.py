@@ -1,6 +1,7 @@
 """`chairlift simulate`: what schedulers do to a load, with the server's own core under logical time."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 
@@ -143,29 +144,36 @@ def table(summaries: list[Summary], rate: float | None = None) -> Table:
     for item in summaries:
         result.add_column(item.scheme, justify="right")
     for head, cell in _CELLS.items():
-        cells = (cell(item) for item in summaries)
-        result.add_row(head, *("-" if text.startswith("nan") else text for text in cells))
+        result.add_row(head, *(cell(item) for item in summaries))
     return result
 
 
 def _seconds(value: float) -> str:
-    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
+    return _figure(value, "{:,.2f} s") if not value < 1 else _figure(1000 * value, "{:.1f} ms")
+
+
+def _share(value: float) -> str:
+    return _figure(100 * value, "{:.1f} %")
+
+
+def _figure(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else form.format(value)
 
 
 _CELLS: dict[str, Callable[[Summary], str]] = {
-    "output tokens/s": lambda item: f"{item.output_tokens_per_second:,.0f}",
+    "output tokens/s": lambda item: _figure(item.output_tokens_per_second, "{:,.0f}"),
     "first token p50": lambda item: _seconds(item.first_token_p50),
     "first token p99": lambda item: _seconds(item.first_token_p99),
     "between tokens p50": lambda item: _seconds(item.between_tokens_p50),
     "between tokens p99": lambda item: _seconds(item.between_tokens_p99),
     "whole time by tokens p50": lambda item: _seconds(item.per_output_token_p50),
-    "rows of a step": lambda item: f"{item.mean_rows:.1f}",
-    "running, by time": lambda item: f"{item.mean_running:.1f}",
-    "KV held": lambda item: f"{100 * item.kv_held_share:.1f} %",
-    "of it with tokens": lambda item: f"{100 * item.kv_filled_share:.1f} %",
+    "rows of a step": lambda item: _figure(item.mean_rows, "{:.1f}"),
+    "running, by time": lambda item: _figure(item.mean_running, "{:.1f}"),
+    "KV held": lambda item: _share(item.kv_held_share),
+    "of it with tokens": lambda item: _share(item.kv_filled_share),
     "preemptions": lambda item: f"{item.preemptions:,}",
-    "computed in vain": lambda item: f"{100 * item.recomputed_share:.1f} %",
-    "prompt tokens found": lambda item: f"{100 * item.prefix_hit_share:.1f} %",
+    "computed in vain": lambda item: _share(item.recomputed_share),
+    "prompt tokens found": lambda item: _share(item.prefix_hit_share),
     "requests refused": lambda item: f"{item.refused:,}",
 }
 

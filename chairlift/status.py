@@ -1,13 +1,12 @@
 """`chairlift status`: how a running server is, tier by tier: health, versions, executors, load."""
 
-import asyncio
 import sys
 
 from rich.table import Table
 from rich.text import Text
 
 from chairlift.about import about
-from chairlift.calls import Router, add_flags, parsed, router_at
+from chairlift.calls import Router, add_flags, parsed, router_at, run
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.tables import show
@@ -21,9 +20,9 @@ def main(argv: list[str]) -> int:
         description=f"{about(__doc__)} Exit code 1 when no requests are served.",
     )
     add_flags(parser)
-    _, router = parsed(parser, argv)
+    options, router = parsed(parser, argv)
     try:
-        status = asyncio.run(_ask(router))
+        status = run(_ask(router), router, options, parser.prog)
     except ChairliftError as error:
         print(f"chairlift status: {error}", file=sys.stderr)
         return 1

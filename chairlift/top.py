@@ -13,7 +13,7 @@ import grpc
 from rich.console import Console
 from rich.live import Live
 
-from chairlift.calls import Router, add_flags, parsed, router_at
+from chairlift.calls import Router, add_flags, parsed, router_at, run
 from chairlift.latency_drawing import Waits
 from chairlift.lift import End, Frame, Gauges, Lift
 from chairlift.lift_drawing import screen
@@ -66,13 +66,13 @@ def main(argv: list[str]) -> int:
         description="The batch of a running router as a moving picture in the terminal. Ctrl-C ends it.",
     )
     add_flags(parser)
-    _, router = parsed(parser, argv)
+    options, router = parsed(parser, argv)
     console = Console(highlight=False)
     if not console.is_terminal:
         print("chairlift top draws on a terminal; `chairlift watch` writes lines", file=sys.stderr)
         return 2
     try:
-        asyncio.run(_Top(router, console).follow())
+        run(_Top(router, console).follow(), router, options, parser.prog)
     except ChairliftError as error:
         print(f"chairlift top: {error}", file=sys.stderr)
         return 1

@@ -1,10 +1,9 @@
 """`chairlift watch`: follows the batch of a running router, one line for each change of its membership."""
 
-import asyncio
 import sys
 
 from chairlift.about import about
-from chairlift.calls import Router, add_flags, parsed, router_at
+from chairlift.calls import Router, add_flags, parsed, router_at, run
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.seats import Member, Seats, Step
@@ -29,9 +28,9 @@ def main(argv: list[str]) -> int:
     """Follows until Ctrl-C or until the router is gone; returns the exit code."""
     parser = Parser(prog="chairlift watch", description=about(__doc__))
     add_flags(parser)
-    _, router = parsed(parser, argv)
+    options, router = parsed(parser, argv)
     try:
-        return asyncio.run(_follow(router))
+        return run(_follow(router), router, options, parser.prog)
     except ChairliftError as error:
         print(f"chairlift watch: {error}", file=sys.stderr)
         return 1

@@ -88,10 +88,10 @@ class CudaEvent:
 
 
 class Cuda:
-    """`Accelerator` of CUDA. Graphs that live at one time share one pool of memory: one runs at a time.
+    """`Accelerator` of CUDA. A graph shares the memory of the one captured before it, while that lives.
 
-    A pool is shared by its graph and not by its id: when its last graph is gone the allocator counts it as
-    nobody's, keeps it while anything lies in it, and takes its id for a mistake.
+    One runs at a time. A pool is shared by its graph and not by its id: when its last graph is gone the
+    allocator counts it as nobody's, keeps it while anything lies in it, and takes its id for a mistake.
     """
 
     def __init__(self, device: torch.device) -> None:

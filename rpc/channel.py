@@ -87,7 +87,7 @@ def _client_options(address: Address, max_message_bytes: int, tls: Tls | None) -
     elif tls is not None and tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     elif _target(address) != address.target:
-        options.append(("grpc.default_authority", address.target))  # the name, for certificates
+        options.append(("grpc.default_authority", "localhost"))  # the name, for certificates
     return options
 
 

@@ -1,7 +1,8 @@
 """One epoch of one executor: plans out, results in, over as many streams as it takes, until it is lost.
 
-The only caller of `schedule` and `update`. Everything here waits for an event and none of it polls: whatever
-may give the executor work (a request, a cancel, a deadline, a result) sets its `wake`.
+The only caller of `schedule` and `update`. Everything here waits for an event and none of it polls, but for
+the connection itself (`ExecuteStream.connected`): whatever may give the executor work (a request, a cancel, a
+deadline, a result) sets its `wake`.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""Whether two executors can stand in for each other, and what they are together.
-
-It is the same model that counts, and where they are promised the same bits.
+"""Whether two executors can stand in for each other: the same model, and where it is promised the same bits.
 
 A sequence may be moved from one executor to another between any two tokens, so all executors of a scheduler
 must mean the same by a token id and by a weight. An empty fingerprint is "not known" and fits everything.
@@ -8,38 +6,7 @@ must mean the same by a token id and by a weight. An empty fingerprint is "not k
 Pure.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 from scheduler.plan import Capacity
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """What routers are told of the executors: what each of them can do, and their model."""
-
-    max_total_tokens: int
-    features: frozenset[str]
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    dtype: str
-    model_fingerprint: str
-    tokenizer_fingerprint: str
-    numerics_fingerprint: str
-
-    @classmethod
-    def of(cls, capacity: Capacity, max_total_tokens: int, features: Iterable[str]) -> "Promise":
-        """Of executors like the one of this capacity; the least of all of them is given beside it."""
-        return cls(
-            max_total_tokens,
-            frozenset(features),
-            capacity.vocab_size,
-            capacity.eos_token_ids,
-            capacity.dtype,
-            capacity.model_fingerprint,
-            capacity.tokenizer_fingerprint,
-            capacity.numerics_fingerprint,
-        )
 
 
 def other_model(one: Capacity, other: Capacity) -> str | None:

@@ -101,6 +101,13 @@ class Inquiry:
             core.waiting.park(seq)
             self._passed_over[seq] = None
 
+    def cannot_try(self, core: "SchedulerCore", seq: Sequence) -> None:
+        """No executor that is there can ever compute `seq`: those searched with it do not wait for it."""
+        if self.holds(seq):
+            self._passed_over.pop(seq, None)
+            self.suspects.set_aside(name_of(seq))
+            self._let_go(core)
+
     # --- what follows --------------------------------------------------------------------------------------
 
     def is_watching(self, state: ExecutorState) -> bool:

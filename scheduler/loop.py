@@ -16,8 +16,8 @@ from scheduler.core import SchedulerCore
 from scheduler.counters import Outcome
 from scheduler.executor_client import Opened
 from scheduler.feed import Feed
-from scheduler.identity import Promise
 from scheduler.plan import BatchPlan, Capacity
+from scheduler.promise import Promise
 from scheduler.router_session import RouterSession, superseded, touch
 from scheduler.sequence import FinishReason, Sequence, State
 
@@ -184,8 +184,10 @@ class SchedulerLoop:
 
     def _renew_promise(self) -> None:
         """As long as no executor is there, the latest one stands."""
-        if self.core.executors and self.capacity is not None:
-            self.promise = Promise.of(self.capacity, self.core.max_total_tokens, self.core.features)
+        core = self.core
+        if core.executors and self.capacity is not None:
+            promise = Promise.of(self.capacity, core.max_total_tokens, core.features)
+            self.promise = promise.knowing(self.promise if len(core.executors) > 1 else None)
 
     def twin_of(self, executor_id: str, instance_id: str) -> str | None:
         """Another address under which the same process is attached already."""

@@ -14,9 +14,9 @@ from rpc.errors import RequestError, abort
 from scheduler import wire
 from scheduler.door import RefusedError
 from scheduler.feed import Follower
-from scheduler.identity import Promise
 from scheduler.loop import SchedulerLoop, Watcher
 from scheduler.parts import PartAssembler
+from scheduler.promise import Promise
 from scheduler.router_session import RouterSession, SessionError, StepOutput, session_of
 from scheduler.sequence import Finish, FinishReason, Request, Sequence, StatusCode
 

@@ -30,32 +30,36 @@ class Stranded:
         return seq in self._since
 
     def executor_came(self, core: "SchedulerCore", now: float) -> None:
-        """One was attached."""
+        """One was attached. Who has waited for any goes on waiting for one that can, from then on."""
+        since = now if self._alone_since is None else self._alone_since
         self._alone_since = None
-        self._look_at_all(core, now)
+        self._look_at_all(core, now, since)
 
     def executor_went(self, core: "SchedulerCore", now: float) -> None:
         """One was detached."""
         if core.executors:
-            self._look_at_all(core, now)
+            self._look_at_all(core, now, now)
         else:
             self._alone_since = now
 
-    def began_to_wait(self, core: "SchedulerCore", seq: Sequence, now: float) -> None:
-        """`seq` is in the queue."""
+    def began_to_wait(
+        self, core: "SchedulerCore", seq: Sequence, now: float, since: float | None = None
+    ) -> None:
+        """`seq` is in the queue, and has waited for an executor since then, if not from now on."""
         if core.executors and not any(state.suits(seq) for state in core.executors.values()):
-            self._since[seq] = now
+            self._since[seq] = now if since is None else since
             core.waiting.park(seq)
+            core.inquiry.cannot_try(core, seq)
             _tell(core, seq, now, "no executor that is here can ever compute it", Reason.QUEUED_FOR_EXECUTOR)
 
     def waits_no_more(self, seq: Sequence) -> None:
         """`seq` is over."""
         self._since.pop(seq, None)
 
-    def _look_at_all(self, core: "SchedulerCore", now: float) -> None:
+    def _look_at_all(self, core: "SchedulerCore", now: float, since: float) -> None:
         for seq in list(core.waiting):
             if seq not in self._since:
-                self.began_to_wait(core, seq, now)
+                self.began_to_wait(core, seq, now, since)
             elif any(state.suits(seq) for state in core.executors.values()):
                 del self._since[seq]
                 core.unpark(seq)
@@ -92,10 +96,7 @@ def _tell(core: "SchedulerCore", seq: Sequence, now: float, detail: str, own: Re
 
 def _lack(core: "SchedulerCore", seq: Sequence) -> str:
     """What did not come."""
-    longest = max((state.max_total_tokens for state in core.executors.values()), default=0)
-    if seq.max_len > longest:
-        return (
-            f"prompt and max_tokens together are {seq.max_len} tokens, and no executor that holds more than "
-            f"{longest} came back"
-        )
-    return f"no executor with the abilities {sorted(seq.request.needs)} came back"
+    if not core.executors:
+        return "no executor came back"
+    needs = f" with the abilities {sorted(seq.request.needs)}" if seq.request.needs else ""
+    return f"no executor{needs} came back that holds {seq.max_len} tokens, prompt and max_tokens together"

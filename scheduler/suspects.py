@@ -92,6 +92,15 @@ class Suspects(Generic[T]):
         if item in self._num_crashes:
             self._acquit(item)
 
+    def set_aside(self, item: T) -> None:
+        """It cannot be tried for now: the search goes on without it, and what it has met is remembered."""
+        if item in self.group:
+            self.group.remove(item)
+        if item in self.trial:
+            self.trial.remove(item)
+            if not self.trial:
+                self._search(self.group)
+
     def _is_excused(self, item: T) -> bool:
         num_excuses = self._num_excuses.get(item, 0)
         if item not in self._num_crashes or num_excuses >= MAX_EXCUSES:
@@ -107,9 +116,4 @@ class Suspects(Generic[T]):
     def _acquit(self, item: T) -> None:
         del self._num_crashes[item], self._num_steps[item]
         self._num_excuses.pop(item, None)
-        if item in self.group:
-            self.group.remove(item)
-        if item in self.trial:
-            self.trial.remove(item)
-            if not self.trial:
-                self._search(self.group)
+        self.set_aside(item)

@@ -10,7 +10,6 @@ from scheduler.batch_changes import BatchChanges
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry
-from scheduler.identity import Promise
 from scheduler.plan import (
     BatchPlan,
     Capacity,
@@ -20,6 +19,7 @@ from scheduler.plan import (
     SequenceError,
     StepResult,
 )
+from scheduler.promise import Promise
 from scheduler.router_session import FinishedOutput, StepOutput
 from scheduler.sequence import FinishReason, Request, Sequence, StatusCode
 from scheduler.token_ids import TokenIds

@@ -542,10 +542,10 @@ def _signature(tools: list[Any], position: int) -> tuple[str, dict[str, Any]]:
         raise invalid(function.path_of("name"), f"{function.path_of('name')} is missing")
     parameters = {} if parameters is None else checked(parameters, dict, "a JSON schema", path)
     kind = parameters.get("type", "object")
-    if kind != "object":
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         where = function.path_of("parameters")
-        raise invalid(where, f"{where} is of type {shown(kind)}; the arguments of a call are an object")
-    return name, {"type": "object", **parameters}
+        raise invalid(where, f"{where} has the type {shown(kind)}; the arguments of a call are an object")
+    return name, {**parameters, "type": "object"}
 
 
 def _where_held(tool_use: ForcedFunction | OfferedTools) -> str:

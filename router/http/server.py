@@ -187,6 +187,8 @@ class _Connection(H11Protocol):
             self._cut = None
 
     def _look_at(self, peer: Peer) -> None:
+        if self.transport.is_closing():
+            return
         fault = peer.fault(self.loop.time())
         if fault is None:
             self._look = self.loop.call_later(self.look_seconds, self._look_at, peer)

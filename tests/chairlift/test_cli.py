@@ -127,6 +127,14 @@ def test_a_service_command_takes_the_name_of_a_pulled_model(
         assert complaint in capsys.readouterr().err
 
 
+def test_who_asks_for_help_or_has_no_model_is_told_nothing_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAIRLIFT_MODEL", "small")
+    assert _with_folder("executor", ["--help"]) == ["--help"]
+    complaint = chairlift("scheduler").stderr  # its own: it has no such variable
+    assert "CHAIRLIFT_MODEL" in complaint
+    assert "pull" not in complaint
+
+
 def test_the_service_looks_into_the_folder_of_that_name(pulled: Path) -> None:
     listen = ["--listen", f"unix:{pulled.parent}/r.sock", "--scheduler", f"unix:{pulled.parent}/s.sock"]
     done = chairlift("router", "--model", "tiny", *listen)

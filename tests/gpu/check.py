@@ -8,6 +8,9 @@ kernel that hangs, or that leaves the GPU unusable to its process, stops no othe
 and the file written anew, after each of them. Without a GPU the same parts run on the CPU, small, with the
 Triton kernels in their interpreter: that shows that the script runs, and its figures mean nothing.
 
+Exit codes: 0 all is good, 1 something is wrong or broken, 2 something is missing here, 3 a part was not run,
+or not all of it.
+
 Must not know: torch, nor anything else that may be missing where this runs. `tests.gpu.parts` is the part.
 """
 
@@ -92,6 +95,11 @@ class Check:
                     | {"why": "no back end here is made for it"}
                 )
         return not any(part["verdict"] in {"WRONG", "BROKEN"} for part in self.parts.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was left out."""
+        return not any(part["verdict"] in {"not run", "unfinished"} for part in self.parts.values())
 
     def of_each_backend(self, part: str, backends: dict[str, Sequence[str]]) -> None:
         """A part, in as many processes as there are back ends; what one does not need is the next ones'."""
@@ -241,7 +249,8 @@ def main(arguments: list[str]) -> int:
     is_good = check.run()
     if check.is_gpu is False:
         print("There is no GPU here: the script runs, and its figures mean nothing.")
-    return 0 if is_good else 1
+        return 0 if is_good else 1
+    return 3 if is_good and not check.is_whole else 0 if is_good else 1
 
 
 if __name__ == "__main__":

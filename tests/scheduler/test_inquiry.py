@@ -67,3 +67,26 @@ def test_nobody_is_left_to_the_host_which_takes_no_newcomers() -> None:
     fleet.plan("big2")  # the host has nothing under way, and would begin with it sooner
     assert newcomer.executor_id == "big2"
     assert all(seq.state is not State.FINISHED for seq in suspects)
+
+
+def test_a_suspect_that_nobody_here_can_hold_does_not_keep_those_who_are_searched_with_it() -> None:
+    fleet = Fleet()
+    fleet.attach("big1", **BIG)
+    short, long = fleet.submit("short", [7] * 4, 9), fleet.submit("long", [8] * 20, 100)
+    fleet.plan("big1")
+    fleet.attach("small", **SMALL)
+    for _ in range(2):
+        fleet.plan("big1")
+        fleet.lose("big1", is_crash=True)
+        fleet.attach("big1", **BIG)
+    fleet.lose("big1")
+    assert fleet.core.inquiry.suspects.group == [("", "short")]
+    for _ in range(6):
+        if fleet.plan("small"):
+            answer(fleet, "small")
+    assert short.num_output_tokens
+    assert long.state is State.WAITING
+    fleet.attach("big1", **BIG)
+    fleet.run()
+    fleet.check_outputs()
+    assert not fleet.core.inquiry

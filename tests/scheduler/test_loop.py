@@ -82,6 +82,18 @@ async def test_what_routers_are_promised_is_what_every_executor_that_is_there_ca
     assert loop.promise.max_total_tokens == 256  # nobody is told anything new by an absence
 
 
+async def test_other_numbers_or_names_that_are_not_told_are_no_other_promise() -> None:
+    loop = SchedulerLoop(SchedulerCore(), on_serving=lambda *_: None)
+    one = replace(capacity(), model_fingerprint="m", numerics_fingerprint="avx2", dtype="float32")
+    loop.executor_attached("one", Opened(1, 1, one), asyncio.Event())
+    before = loop.promise
+    other = replace(one, model_fingerprint="", numerics_fingerprint="amx", dtype="bfloat16")
+    loop.executor_attached("other", Opened(2, 1, other), asyncio.Event())
+    assert before is not None
+    assert loop.promise == before
+    assert loop.promise.model_fingerprint == "m"
+
+
 async def test_who_was_promised_more_is_welcomed_anew(shell: Shell) -> None:
     async with serving_executor(executor := ObedientExecutor(), shell.executor_address):
         router = await shell.welcomed()

@@ -45,8 +45,7 @@ def test_it_is_given_up_when_nobody_who_could_comes_back_in_time() -> None:
     assert fleet.core.expire(70.0) == [long]
     assert long.finish is not None
     assert long.finish.status_code is StatusCode.UNAVAILABLE
-    assert "120 tokens" in long.finish.message
-    assert "more than 40 came back within 60 seconds" in long.finish.message
+    assert "holds 120 tokens, prompt and max_tokens together within 60 seconds" in long.finish.message
     assert fleet.core.next_timer is None or fleet.core.next_timer > 70.0
 
 
@@ -73,12 +72,26 @@ def test_what_waited_for_any_executor_waits_on_when_the_first_to_come_is_too_sma
     fleet.check_outputs()
 
 
+def test_one_that_is_too_small_does_not_start_the_time_anew() -> None:
+    fleet = Fleet()
+    fleet.attach("big", **BIG)
+    long = fleet.submit("long", [1] * 20, 100)
+    fleet.now = 10.0
+    fleet.lose("big")
+    fleet.now = 60.0
+    fleet.attach("small", **SMALL)
+    assert fleet.core.expire(69.9) == []
+    assert fleet.core.expire(70.0) == [long]
+
+
 def test_when_the_last_executor_goes_too_it_still_ends_in_its_time() -> None:
     fleet, long = fleet_with_long_one()
     short = fleet.submit("short", [3, 4], 5)
     fleet.now = 30.0
     fleet.lose("small")
     assert fleet.core.expire(70.0) == [long]
+    assert long.finish is not None
+    assert "no executor came back" in long.finish.message
     assert fleet.core.expire(90.0) == [short]
     assert short.finish is not None
     assert "no executor came back" in short.finish.message

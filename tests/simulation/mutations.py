@@ -18,7 +18,6 @@ from scheduler import (
     core,
     door,
     executor_session,
-    inquiry,
     lease,
     prefix_cache,
     room,
@@ -333,17 +332,12 @@ def _counts_the_accepted_as_new(check_fits: Any) -> Any:
     return lambda core, request: check_fits(core, replace(request, accepted_before=False))
 
 
-def _takes_any_host(_: Any) -> Any:
-    return lambda state, waiting: True
-
-
 MUTATIONS = (
     Mutation("who fits nowhere stands in the way", stranded.Stranded, "began_to_wait", _parks_nobody, 170),
     Mutation("who fits nowhere is given up at once", stranded.Stranded, "overdue", _gives_up_at_once, 170),
     Mutation(
         "the accepted are refused for their length", door, "_check_fits", _counts_the_accepted_as_new, 42
     ),
-    Mutation("a trial is held where it has no room", inquiry, "_takes_one_of", _takes_any_host, 170),
     Mutation("a plan is not sent again", executor_session.ExecutorSession, "resend", _resends_nothing, 93),
     Mutation(
         "the older of two plans is not sent again",

@@ -12,11 +12,11 @@ from scheduler.core import SchedulerCore
 from scheduler.door import RefusedError
 from scheduler.executor_session import SessionBrokenError, check_ids
 from scheduler.executor_state import ExecutorState
-from scheduler.identity import Promise
 from scheduler.lease import Lease, Record, Role
 from scheduler.parts import PartAssembler
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.policy import Limits
+from scheduler.promise import Promise
 from scheduler.router_session import RouterSession, session_of, superseded, touch
 from scheduler.rows import Rows
 from scheduler.sequence import Event, Finish, FinishReason, StatusCode

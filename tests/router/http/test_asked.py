@@ -452,7 +452,9 @@ def test_one_of_several_tools_must_be_called_with_what_its_schema_calls_its_root
     assert asked.names["sampling.json_schema"] == "tools"
 
 
-@pytest.mark.parametrize("parameters", [{}, {"properties": {"a": {"type": "string"}}}, None])
+@pytest.mark.parametrize(
+    "parameters", [{}, {"properties": {"a": {"type": "string"}}}, None, {"type": ["object", "null"]}]
+)
 def test_arguments_of_a_call_are_an_object_where_the_schema_does_not_say_so(parameters: object) -> None:
     """So that what the output is held to is a call."""
     tools = [{"function": {"name": "f", "parameters": parameters}}]
@@ -466,7 +468,7 @@ def test_arguments_of_a_call_are_an_object_where_the_schema_does_not_say_so(para
         schema = json.loads(constraint.text)
         if "anyOf" in schema:
             schema = schema["anyOf"][1]["properties"]["arguments"]
-        assert schema == {"type": "object", **(parameters or {})}  # type: ignore[dict-item]
+        assert schema == {**(parameters or {}), "type": "object"}  # type: ignore[dict-item]
 
 
 def test_data_in_a_schema_stays_as_it_is_when_the_schema_is_moved() -> None:
@@ -539,7 +541,7 @@ def test_calls_are_looked_for_where_tools_are_offered_and_the_output_is_free(
             "tools[0].function.parameters",
         ),
         (
-            [WEATHER, {"function": {"name": "f", "parameters": {"type": ["object", "null"]}}}],
+            [WEATHER, {"function": {"name": "f", "parameters": {"type": ["array", "null"]}}}],
             "required",
             "tools[1].function.parameters",
         ),

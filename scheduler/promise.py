@@ -1,0 +1,48 @@
+"""What routers are told of the executors, by which they take requests in.
+
+Lengths and features are the least of all executors that are there; the model is the same for all. Pure.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from scheduler.plan import Capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Equal where routers would decide alike: the bits of the logits, which may differ, are for people."""
+
+    max_total_tokens: int
+    features: frozenset[str]
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    numerics_fingerprint: str = field(compare=False)
+    dtype: str = field(compare=False)
+
+    @classmethod
+    def of(cls, capacity: Capacity, max_total_tokens: int, features: Iterable[str]) -> Self:
+        """Of executors with the model of this one."""
+        return cls(
+            max_total_tokens,
+            frozenset(features),
+            capacity.vocab_size,
+            capacity.eos_token_ids,
+            capacity.model_fingerprint,
+            capacity.tokenizer_fingerprint,
+            capacity.numerics_fingerprint,
+            capacity.dtype,
+        )
+
+    def knowing(self, earlier: "Promise | None") -> "Promise":
+        """The same, where an executor that does not tell its fingerprints has joined those that did."""
+        if earlier is None:
+            return self
+        return replace(
+            self,
+            model_fingerprint=self.model_fingerprint or earlier.model_fingerprint,
+            tokenizer_fingerprint=self.tokenizer_fingerprint or earlier.tokenizer_fingerprint,
+        )
