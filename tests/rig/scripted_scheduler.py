@@ -34,6 +34,11 @@ class Stream:
         self.broken = asyncio.Event()
         self.writing = asyncio.Lock()
 
+    async def write(self, message: scheduler_pb2.SchedulerMessage) -> None:
+        """A call takes one write at a time, and who is greeted may be told more meanwhile."""
+        async with self.writing:
+            await self.context.write(message)
+
 
 class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     """See the module. `welcome` may be changed between streams; None means that no executor is there yet."""
@@ -120,7 +125,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         status = scheduler_pb2.ServingStatus(serving=serving, reason=reason)
         for stream in self.streams:
             if not stream.broken.is_set():
-                await stream.context.write(scheduler_pb2.SchedulerMessage(serving_status=status))
+                await stream.write(scheduler_pb2.SchedulerMessage(serving_status=status))
 
     def break_streams(self) -> None:
         """Ends every stream, as a network would."""
@@ -163,9 +168,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def _greet(self, stream: Stream) -> None:
         self.streams.append(stream)
         status = scheduler_pb2.ServingStatus(serving=self.serving, reason=self.reason)
-        await stream.context.write(scheduler_pb2.SchedulerMessage(serving_status=status))
+        await stream.write(scheduler_pb2.SchedulerMessage(serving_status=status))
         if self.welcome is not None:
-            await stream.context.write(scheduler_pb2.SchedulerMessage(welcome=self.welcome))
+            await stream.write(scheduler_pb2.SchedulerMessage(welcome=self.welcome))
 
     async def _take(self, stream: Stream, submit: scheduler_pb2.Submit) -> None:
         whole = stream.submits.setdefault(submit.handle, submit)
