@@ -16,12 +16,12 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.address import Address
 from rpc.channel import connect_blocking
+from tests.router.afar import drawn
 
 OF_LATER = b"\xfa\x3f\x03new"  # field 1023, of a later revision
 REFUSALS: Final = {"INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS"}
@@ -109,15 +109,7 @@ def send(address: str, num_inputs: int, start: int) -> int:
             good = _GOOD if kind is router_pb2.GenerateRequest else kind()
             call = getattr(stub, method.name)
 
-            @seed(start)
-            @settings(
-                max_examples=num_inputs,
-                deadline=None,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate],
-            )
-            @given(message=messages(kind()) | messages(good))
+            @drawn(num_inputs, start, message=messages(kind()) | messages(good))
             def once(message: Message) -> None:
                 next(num_sent)
                 _check(call, message)  # noqa: B023 - called within the loop

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import resource
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from protos.v1 import router_pb2
 from tests.rig.scripted_scheduler import ScriptedScheduler
 from tests.router import sending
+from tests.router.afar import number_told_by
 from tests.router.stack import Start, letters
 
 MAX_GROWTH_BYTES = 64 * 1024 * 1024
@@ -59,22 +59,10 @@ async def test_20_000_messages_leave_nothing_behind(start: Start, tmp_path: Path
     num_sent, before = 0, 0
     async with at_an_address(start, tmp_path) as address:
         for seed in itertools.count():
-            num_sent += await sent_from_afar(address, 200, seed)
+            num_sent += await number_told_by("tests.router.sending", address, 200, seed)
             if num_sent >= 20_000:
                 break
             if num_sent <= 4_000:  # until then everything has been met that is kept
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         assert grown < MAX_GROWTH_BYTES
-
-
-async def sent_from_afar(address: str, num_inputs: int, seed: int) -> int:
-    """`sending.send` in a process of its own."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.router.sending", address, str(num_inputs), str(seed)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    told, failed = await process.communicate()
-    assert process.returncode == 0, (seed, failed.decode()[-20_000:])
-    return int(told)

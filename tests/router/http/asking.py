@@ -14,12 +14,12 @@ from functools import cache
 import httpx2
 import jsonschema
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from router.http import description
+from tests.router.afar import drawn
 
 MAX_MEMORY_BYTES = 6 << 30
 REFUSALS = ["400", "404", "413", "415"]
@@ -48,15 +48,7 @@ def ask(url: str, num_inputs: int, mode: GenerationMode, start: int) -> int:
             if mode is GenerationMode.NEGATIVE and operation.method == "get":
                 continue  # nothing can be wrong about them
 
-            @seed(start)
-            @settings(
-                max_examples=num_inputs,
-                deadline=None,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate],
-            )
-            @given(case=operation.as_strategy(generation_mode=mode))
+            @drawn(num_inputs, start, case=operation.as_strategy(generation_mode=mode))
             def once(case: schemathesis.Case) -> None:
                 next(num_sent)
                 response = case.call(base_url=url)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import resource
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from router.http import description
 from router.http.app import HttpApp
 from router.http.server import HttpDoor
 from tests.rig.scripted_scheduler import ScriptedScheduler
+from tests.router.afar import number_told_by
 from tests.router.http import asking
 from tests.router.http.test_app import HI, HttpRig, Serve, serve
 from tests.router.stack import letters
@@ -103,22 +103,10 @@ async def test_20_000_inputs_by_the_description_leave_nothing_behind(serve: Serv
     async with at_a_port(serve) as url:
         for start in itertools.count():
             for mode in GenerationMode:
-                num_asked += await asked_from_afar(url, 100, mode, start)
+                num_asked += await number_told_by("tests.router.http.asking", url, 100, mode.name, start)
             if num_asked >= 20_000:
                 break
             if num_asked <= 4_000:  # until then everything has been met that is kept
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         assert grown < MAX_GROWTH_BYTES
-
-
-async def asked_from_afar(url: str, num_inputs: int, mode: GenerationMode, start: int) -> int:
-    """`asking.ask` in a process of its own."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.router.http.asking", url, str(num_inputs), mode.name, str(start)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    told, failed = await process.communicate()
-    assert process.returncode == 0, (mode, start, failed.decode()[-20_000:])
-    return int(told)
