@@ -86,7 +86,9 @@ def follow_first_rank(config: ExecutorSettings, place: Place) -> None:
     ranks = group_of(config, place)
     # Not before the first rank has found that the model can be shared out: one refusal is enough.
     ranks.meet()
-    load_runner(config, ranks).follow()
+    runner = load_runner(config, ranks)
+    runner.follow()
+    runner.close()
     ranks.end()
 
 
@@ -117,6 +119,7 @@ async def serve_first_rank(
     """Serve, with the other ranks if there are any; the exit code, and whether the device is still busy."""
     loop = asyncio.get_running_loop()
     group: Group | None = None
+    runner: ModelRunner | None = None
     is_device_busy = False
 
     def leave_device() -> None:
@@ -126,7 +129,7 @@ async def serve_first_rank(
     async with Followers(place, sys.argv[1:]) as followers:
 
         def load() -> Runner:
-            nonlocal group
+            nonlocal group, runner
             if place.size == 1:
                 return load_runner(config)
             group = group_of(config, followers.place)
@@ -145,6 +148,8 @@ async def serve_first_rank(
             traces=None if tracer is None else StepTraces(tracer, config.trace_steps),
         )
         if group is not None and not is_device_busy:
+            if runner is not None:
+                runner.close()
             group.end()
     return code, is_device_busy
 

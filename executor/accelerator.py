@@ -112,12 +112,16 @@ class Cuda:
         return host.copy_(tensor, non_blocking=True)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Once in earnest, so that kernels are built and workspaces taken; then recorded."""
+        """Once in earnest, so that kernels are built and workspaces taken; then recorded.
+
+        What other threads ask of CUDA meanwhile is no fault: NCCL has one that looks after its work.
+        """
         work()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         alive = None if self._last_graph is None else self._last_graph()
-        with torch.cuda.graph(graph, pool=None if alive is None else alive.pool()):
+        pool = None if alive is None else alive.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             work()
         self._last_graph = weakref.ref(graph)
         return graph

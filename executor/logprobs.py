@@ -24,13 +24,13 @@ SLICE_NUMBERS: Final = 1 << 22
 def score(scored: Scored, logits_at: Callable[[Tensor], Tensor], vocab_size: int) -> PromptLogprobs | None:
     """Reports on a stretch of a prompt, slice by slice; None when the model's logits are no numbers.
 
-    `logits_at` gives the float32 logits `[num, vocab_size]` of tokens of the step, by their indices (int64).
-    It is asked for all `slices`, whatever it gives.
+    `logits_at` gives the float32 logits `[num, vocab_size]` of tokens of the step, by their indices (int64,
+    on the CPU). It is asked for all `slices`, whatever it gives.
     """
     stretch = scored.stretch
     tokens: list[TokenLogprobs] = []
     is_finite = True
-    for indices in slices(scored, vocab_size):
+    for indices in slices(scored, vocab_size, torch.device("cpu")):
         logits = logits_at(indices)
         is_finite = is_finite and bool(logits.amax(dim=-1).isfinite().all())
         if is_finite:
@@ -39,12 +39,12 @@ def score(scored: Scored, logits_at: Callable[[Tensor], Tensor], vocab_size: int
     return PromptLogprobs(stretch.seq_id, stretch.first_position, tokens) if is_finite else None
 
 
-def slices(scored: Scored, vocab_size: int) -> Iterator[Tensor]:
+def slices(scored: Scored, vocab_size: int, device: torch.device) -> Iterator[Tensor]:
     """Indices (int64) of the step's tokens that speak of a stretch, in slices that are computed together."""
     num_rows = max(1, SLICE_NUMBERS // vocab_size)
     end = scored.first_index + len(scored.stretch.token_ids)
     for start in range(scored.first_index, end, num_rows):
-        yield torch.arange(start, min(end, start + num_rows))
+        yield torch.arange(start, min(end, start + num_rows), device=device)
 
 
 def table_of(logits: Tensor) -> Tensor:

@@ -8,10 +8,17 @@ Nothing between `launch` and `collect` waits for the device, but for one thing: 
 depends on the token before, so that the choice of a constrained row waits for the step before to be settled;
 its forward pass does not.
 
+A token that step k sampled has no id yet for the host when it asks for step k + 1: there it is `-1 - i`, the
+token of the i-th row of step k that samples, and the device puts its id in place.
+
+Of several ranks each has a pipeline over its shard. The first one launches; the others `follow`, with the
+same arrays, and are given the ids that it chose, on the device.
+
 Knows no plan, no end of a sequence. Use it from one thread.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,12 +36,11 @@ from executor.late_sampler import Wishes
 from executor.model.decoder import Decoder, Hidden
 from executor.operations.base import StepTensors
 from executor.operations.plain import PlainOperations
+from executor.parallel.ranks import Alone, Ranks
 from executor.parcel import Parcel
 from executor.sequences import IN_FLIGHT, PromptLogprobs, Sampled
 from executor.staging import Staging, StepArrays, arrays_of
 
-FEED: Final = "feed"
-"""Name of the array that says, for each token, which row of the step before sampled it; -1 for none."""
 BEGUN: Final = "begun"
 """Name of the array of blocks that the step begins to fill."""
 NO_WISHES: Final = Wishes({}, {}, [], [])
@@ -69,6 +75,17 @@ class LateOutput:
     sample_us: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A step whose layers have been asked for."""
+
+    hidden: Hidden
+    token_ids: Tensor
+    """all of them known: int64 `[T]`, and the padding"""
+    there: dict[str, Tensor]
+    """the step's arrays on the device, by their names"""
+
+
 class Pipeline:
     """The steps of one model over one cache."""
 
@@ -81,7 +98,16 @@ class Pipeline:
         *,
         vocab_size: int,
         captured: CapturedDecode | None = None,
+        ranks: Ranks | None = None,
+        tells_others: bool = True,
     ) -> None:
+        """`operations` are those of this rank's shard, `vocab_size` is the whole model's.
+
+        With `tells_others` the first rank tells the others of each step; without, they know of it.
+        """
+        ranks = Alone() if ranks is None else ranks
+        self._leading = ranks.leading if tells_others else lambda _: nullcontext()
+        self._share = ranks.share
         self._accelerator = accelerator
         self._model = model
         self._operations = operations
@@ -99,46 +125,48 @@ class Pipeline:
         `settle_before` is called when a row needs to know the token that the step before sampled for it.
         """
         started, forwarded, ended = (self._accelerator.event() for _ in range(3))
-        inputs = batch.inputs
-        size = None if self._captured is None else self._captured.size_for(inputs)
-        if self._captured is not None and size is not None:
-            inputs = self._captured.padded(inputs, size)
         in_flight = batch.inputs.token_ids[batch.inputs.logits_indices] == IN_FLIGHT
         must_settle = any(
             late and row.matcher is not None for late, row in zip(in_flight, batch.sample_rows, strict=True)
         )
         wishes = NO_WISHES if must_settle else self._wishes(batch, in_flight.tolist())
+        inputs = self._addressed(batch, in_flight)
 
-        started.record()
-        there = self._staging.put(
-            arrays_of(inputs)
-            | self._begun(batch.inputs)
-            | self._feed(batch, inputs, in_flight)
-            | _scored_ids(inputs)
-            | wishes.arrays
-        )
-        if BEGUN in there:
-            self._kv_cache.clear(there[BEGUN])
-        arrays = self._fed(there)
-        hidden = self._forward(inputs, arrays, size)
-        parts = self._scores(hidden, inputs, there)
-        logits = self._model.head(hidden) if batch.sample_rows else None
-        forwarded.record()
-        if must_settle:
-            settle_before()
-            wishes = self._wishes(batch, [False] * len(batch.sample_rows))
-            there = self._staging.put(wishes.arrays)
-        self._last_ids = None
-        if logits is not None:
-            last_tokens = arrays.token_ids[arrays.logits_indices]
-            chosen = late_sampler.chosen(logits, last_tokens, there, max(wishes.num_tops, default=0))
-            self._last_ids = chosen["token_ids"]
-            parts |= chosen
-        parcel = Parcel.send(parts, self._accelerator) if parts else None
-        ended.record()
+        with self._leading(inputs):
+            started.record()
+            step = self._forward(inputs, _scored_ids(inputs) | wishes.arrays)
+            parts = self._scores(step.hidden, inputs, step.there)
+            logits = self._model.head(step.hidden) if batch.sample_rows else None
+            forwarded.record()
+            given = step.there
+            if must_settle:
+                settle_before()
+                wishes = self._wishes(batch, [False] * len(batch.sample_rows))
+                given = self._staging.put(wishes.arrays)
+            self._last_ids = None
+            if logits is not None:
+                last_tokens = step.token_ids[step.there["logits_indices"]]
+                chosen = late_sampler.chosen(logits, last_tokens, given, max(wishes.num_tops, default=0))
+                self._last_ids = self._share(chosen["token_ids"])
+                parts |= chosen
+            parcel = Parcel.send(parts, self._accelerator) if parts else None
+            ended.record()
         before = None if self._last is None else self._last.ended
         self._last = Launched(batch, wishes, parcel, started, forwarded, ended, before)
         return self._last
+
+    @torch.inference_mode()
+    def follow(self, inputs: StepInputs) -> None:
+        """Ask for what a step of the first rank needs of this one, which is another. Nothing is collected."""
+        hidden = self._forward(inputs, {}).hidden
+        for scored in inputs.scored:
+            for indices in logprobs.slices(scored, self._vocab_size, self._accelerator.device):
+                self._model.head(hidden, indices)
+        self._last_ids = None
+        if len(inputs.logits_indices):
+            self._model.head(hidden)
+            # Room for what the first rank chooses.
+            self._last_ids = self._share(torch.empty_like(hidden.step.logits_indices))
 
     def collect(self, launched: Launched) -> LateOutput:
         """A step's results. Waits for them; steps are collected in their order."""
@@ -160,6 +188,10 @@ class Pipeline:
         """The next step begins anew: nothing before it counts."""
         self._last = self._last_ids = None
 
+    def close(self) -> None:
+        """Let go of captured work: a connection between ranks that it uses cannot end before it."""
+        self._captured = None
+
     def _wishes(self, batch: StepBatch, in_flight: Sequence[bool]) -> Wishes:
         return late_sampler.wishes(batch.sample_rows, in_flight, self._vocab_size)
 
@@ -169,43 +201,50 @@ class Pipeline:
         blocks = begun_blocks(inputs.slot_mapping, self._kv_cache.block_size)
         return {BEGUN: blocks} if len(blocks) else {}
 
-    def _feed(
-        self, batch: StepBatch, inputs: StepInputs, in_flight: NDArray[np.bool_]
-    ) -> dict[str, NDArray[np.generic]]:
+    def _addressed(self, batch: StepBatch, in_flight: NDArray[np.bool_]) -> StepInputs:
+        """The step's arrays, tokens in flight by the rows of the step before."""
+        inputs = batch.inputs
         if not in_flight.any():
-            return {}
+            return inputs
         assert self._last is not None, "a token in flight was sampled by the step before"
         place_of = {seq_id: place for place, seq_id in enumerate(self._last.batch.sampled_seq_ids)}
         seq_ids = np.array(batch.sampled_seq_ids)[in_flight].tolist()
-        feed = np.full(len(inputs.token_ids), -1, dtype=np.int64)
-        feed[inputs.logits_indices[in_flight]] = [place_of[seq_id] for seq_id in seq_ids]
-        return {FEED: feed}
+        token_ids = inputs.token_ids.copy()
+        token_ids[inputs.logits_indices[in_flight]] = [-1 - place_of[seq_id] for seq_id in seq_ids]
+        return replace(inputs, token_ids=token_ids)
 
-    def _fed(self, there: dict[str, Tensor]) -> StepArrays:
+    def _forward(self, inputs: StepInputs, more: dict[str, NDArray[np.generic]]) -> _Forwarded:
+        """Ask for the layers of a step; `more` arrays go to the device in the same copy."""
+        begun = self._begun(inputs)
+        size = None if self._captured is None else self._captured.size_for(inputs)
+        if self._captured is not None and size is not None:
+            inputs = self._captured.padded(inputs, size)
+        there = self._staging.put(arrays_of(inputs) | begun | more)
+        if BEGUN in there:
+            self._kv_cache.clear(there[BEGUN])
         arrays = StepArrays(**{name: there[name] for name in StepArrays.__slots__})
-        if FEED not in there:
-            return arrays
-        assert self._last_ids is not None, "a token in flight was sampled by the step before"
-        feed = there[FEED]
-        token_ids = torch.where(feed < 0, arrays.token_ids, self._last_ids[feed.clamp(min=0)])
-        return replace(arrays, token_ids=token_ids)
-
-    def _forward(self, inputs: StepInputs, arrays: StepArrays, size: int | None) -> Hidden:
+        if (inputs.token_ids < 0).any():
+            arrays = replace(arrays, token_ids=self._known(arrays.token_ids))
         if self._captured is None or size is None:
-            return self._model.layers(self._operations.arrange(inputs, arrays), self._kv_cache)
-        step = StepTensors(arrays.token_ids, arrays.positions, arrays.logits_indices, attention=None)
-        return Hidden(self._captured.run(arrays, size), step)
+            hidden = self._model.layers(self._operations.arrange(inputs, arrays), self._kv_cache)
+        else:
+            step = StepTensors(arrays.token_ids, arrays.positions, arrays.logits_indices, attention=None)
+            hidden = Hidden(self._captured.run(arrays, size), step)
+        return _Forwarded(hidden, arrays.token_ids, there)
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """With the ids of tokens in flight."""
+        assert self._last_ids is not None, "a token in flight was sampled by the step before"
+        places = (-1 - token_ids).clamp(min=0)
+        return torch.where(token_ids < 0, self._last_ids[places], token_ids)
 
     def _scores(self, hidden: Hidden, inputs: StepInputs, there: dict[str, Tensor]) -> dict[str, Tensor]:
         """What prompts' log-probabilities are worded from, slice by slice."""
         parts: dict[str, Tensor] = {}
-        num_rows = max(1, logprobs.SLICE_NUMBERS // self._vocab_size)
         for number, scored in enumerate(inputs.scored):
-            token_ids = there[_scored_name(number)]
-            for start in range(0, len(token_ids), num_rows):
-                wanted = token_ids[start : start + num_rows]
-                first = scored.first_index + start
-                indices = torch.arange(first, first + len(wanted), device=self._accelerator.device)
+            token_ids, start = there[_scored_name(number)], 0
+            for indices in logprobs.slices(scored, self._vocab_size, self._accelerator.device):
+                wanted = token_ids[start : start + len(indices)]
                 logits = self._model.head(hidden, indices)
                 slice_parts = late_logprobs.asked(
                     logprobs.table_of(logits), wanted, min(scored.stretch.num_top, self._vocab_size)
@@ -214,6 +253,7 @@ class Pipeline:
                 parts |= {
                     f"{_scored_name(number)} {start} {name}": part for name, part in slice_parts.items()
                 }
+                start += len(indices)
         return parts
 
 

@@ -13,23 +13,16 @@ import numpy as np
 import structlog
 import torch
 
-from executor import logprobs, sampler, self_test, warm_up
+from executor import logprobs, sampler, self_test
 from executor.accelerator import Accelerator, Cuda
 from executor.attention.base import AttentionBackend, AttentionSpec, named_backend, select_backend
 from executor.attention.flash2 import Flash2Attention
 from executor.attention.flash3 import Flash3Attention
 from executor.attention.paged_triton import TritonAttention
 from executor.attention.reference import ReferenceAttention
-from executor.captured import CapturedDecode, captured_sizes
 from executor.constraints import Constraint, Constraints, Matcher
-from executor.device_memory import (
-    bytes_of_captures,
-    check_weights_fit,
-    largest_step,
-    num_blocks_that_fit,
-    num_profile_blocks,
-)
-from executor.inputs import SampleRow, Scored, StepBatch, StepInputs
+from executor.device_memory import check_weights_fit
+from executor.inputs import SampleRow, Scored, StepInputs, build_inputs
 from executor.kernels.build import KernelsUnavailableError
 from executor.kernels.library import fastest
 from executor.kv_cache import (
@@ -37,8 +30,8 @@ from executor.kv_cache import (
     begun_blocks,
     bytes_per_block,
     default_num_blocks,
-    useful_num_blocks,
 )
+from executor.late_start import LateStart
 from executor.model import ModelError
 from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
 from executor.model.config import ModelConfig
@@ -49,8 +42,8 @@ from executor.operations.cpu import CpuOperations
 from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
 from executor.parallel.ranks import Alone, Ranks
-from executor.pipeline import Pipeline
-from executor.sequences import PromptLogprobs, Sampled, SamplingParams
+from executor.pipeline import LateOutput, Pipeline
+from executor.sequences import PromptLogprobs, Row, Sampled, SamplingParams
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (
@@ -176,9 +169,11 @@ class ModelRunner:
         if accelerator is not None:
             check_weights_fit(accelerator, weight_bytes(config, torch_dtype))
         weights = load_weights(shard, torch_dtype, torch_device, operations)
+        # Now, for whoever comes to the first step waits for the others no longer than in any step.
+        ranks.agree("numerics", numerics(torch_device, dtype, operations))
+        ranks.agree("weights", weights.fingerprint)
         model = Decoder(config, weights, operations)
         block_size = operations.block_size
-        block_bytes = bytes_per_block(config, block_size, torch_dtype)
 
         def cache_of(num_blocks: int) -> KVCache:
             return KVCache(
@@ -189,7 +184,15 @@ class ModelRunner:
                 device=torch_device,
             )
 
-        if num_blocks is None and accelerator is None:
+        late = None
+        if accelerator is not None:
+            assert isinstance(own, PlainOperations), "our own kernels are the CPU's"
+            late = LateStart(
+                accelerator, model, own, config, ranks, checkpoint.config.vocab_size, max_num_seqs, cache_of
+            )
+        if num_blocks is None and late is not None:
+            num_blocks = late.num_blocks(token_budget(torch_device.type), memory_utilization)
+        elif num_blocks is None:
             num_blocks = default_num_blocks(
                 config,
                 block_size=block_size,
@@ -197,47 +200,9 @@ class ModelRunner:
                 max_num_seqs=max_num_seqs,
                 num_sharers=ranks.num_sharers,
             )
-        elif num_blocks is None:
-            assert accelerator is not None
-            num_tokens = token_budget(torch_device.type)
-            largest = largest_step(
-                max_num_seqs=max_num_seqs,
-                num_tokens=num_tokens,
-                max_seq_len=config.max_seq_len,
-                block_size=block_size,
-            )
-            num_profiled = num_profile_blocks(num_tokens, config.max_seq_len, block_size)
-            profiled = cache_of(num_profiled)
-            whole = checkpoint.config
-            num_blocks = num_blocks_that_fit(
-                accelerator,
-                lambda: run_profiled(accelerator, model, operations, profiled, largest, whole.vocab_size),
-                lambda: captured_bytes(
-                    accelerator, model, operations, profiled, captured_sizes(max_num_seqs), config.max_seq_len
-                ),
-                profile_bytes=(num_profiled + 1) * block_bytes,
-                block_bytes=block_bytes,
-                block_size=block_size,
-                num_tokens=num_tokens,
-                memory_utilization=memory_utilization,
-                useful=useful_num_blocks(config, block_size=block_size, max_num_seqs=max_num_seqs),
-            )
-            del profiled
         num_blocks = ranks.least(num_blocks)
         kv_cache = cache_of(num_blocks)
-        if accelerator is not None:
-            with torch.inference_mode():
-                for inputs in warm_up.steps(
-                    num_kv_heads=config.num_kv_heads,
-                    max_num_seqs=max_num_seqs,
-                    trash_block_id=kv_cache.trash_block_id,
-                    block_size=block_size,
-                ):
-                    model.logits(inputs, kv_cache)
-        pipeline = None
-        # The other ranks are told ids: a step of several ranks is not launched before they are known.
-        if accelerator is not None and ranks.size == 1:
-            pipeline = pipeline_of(accelerator, model, operations, kv_cache, config, max_num_seqs)
+        pipeline = None if late is None else late.pipeline(kv_cache)
         log.info(
             "model_loaded",
             path=str(path),
@@ -248,12 +213,10 @@ class ModelRunner:
             weight_bytes=weights.num_bytes,
             num_blocks=num_blocks,
             block_size=block_size,
-            kv_cache_bytes=(num_blocks + 1) * block_bytes,
+            kv_cache_bytes=(num_blocks + 1) * bytes_per_block(config, block_size, torch_dtype),
             max_seq_len=config.max_seq_len,
             eos_token_ids=checkpoint.eos_token_ids,
         )
-        ranks.agree("numerics", numerics(torch_device, dtype, operations))
-        ranks.agree("weights", weights.fingerprint)
         return cls(
             checkpoint,
             model=model,
@@ -332,8 +295,9 @@ class ModelRunner:
         """Compute the rows of one step and choose a token for each of `sample_rows`.
 
         `sample_rows` belong to `inputs.logits_indices`, in that order. A row that cannot be sampled has its
-        error in the result; it is no exception.
+        error in the result; it is no exception. Several ranks with a pipeline make no step but through it.
         """
+        assert self._pipeline is None or self._ranks.size == 1, "the other ranks follow the pipeline"
         started = time.perf_counter_ns()
         self._kv_cache.used(int(inputs.slot_mapping.max()) // self.block_size)
         with self._ranks.leading(inputs):
@@ -354,13 +318,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """Make the steps that the first rank leads, until it ends: all that `step` does but sampling."""
+        """Make the steps that the first rank leads, until it ends: all that it does but sampling."""
         for inputs in self._ranks.steps():
+            if self._pipeline is not None:
+                self._pipeline.follow(inputs)
+                continue
             hidden = self._forward(inputs)
             for scored in inputs.scored:
-                for indices in logprobs.slices(scored, self.vocab_size):
-                    self._model.head(hidden, indices.to(self._device))
+                for indices in logprobs.slices(scored, self.vocab_size, self._device):
+                    self._model.head(hidden, indices)
             self._model.head(hidden)
+
+    def close(self) -> None:
+        """Make no more steps; to be called before the ranks take leave of each other."""
+        if self._pipeline is not None:
+            self._pipeline.close()
 
     def _forward(self, inputs: StepInputs) -> Hidden:
         if self._clears_blocks:
@@ -402,20 +374,14 @@ class ModelRunner:
 
         Raises `ModelError` when the model's logits are not finite numbers.
         """
-        block_id = self._kv_cache.trash_block_id
-        inputs = StepInputs(
-            token_ids=np.zeros(1, dtype=np.int64),
-            positions=np.zeros(1, dtype=np.int64),
-            slot_mapping=np.array([block_id * self.block_size], dtype=np.int64),
-            query_start_loc=np.array([0, 1], dtype=np.int32),
-            seq_lens=np.ones(1, dtype=np.int32),
-            block_tables=np.array([[block_id]], dtype=np.int32),
-            logits_indices=np.zeros(1, dtype=np.int64),
-            num_decodes=1,
-            max_query_len=1,
-            max_seq_len=1,
-        )
-        output = self.step(inputs, [SampleRow(SamplingParams(max_tokens=1), output_index=0, masked_ids=())])
+        blocks = np.array([self._kv_cache.trash_block_id], dtype=np.int32)
+        batch = build_inputs([Row(0, [0], 0, blocks, SamplingParams(max_tokens=1), 0, ())], self.block_size)
+        output: StepOutput | LateOutput
+        if self._pipeline is None:
+            output = self.step(batch.inputs, batch.sample_rows)
+        else:
+            output = self._pipeline.collect(self._pipeline.launch(batch, lambda: None))
+            self._pipeline.forget()
         error = output.sampled.errors[0]
         if error is not None:
             raise ModelError(f"the first token could not be made: {error}.")
@@ -491,66 +457,6 @@ def _around(backend: AttentionBackend, hidden_size: int, **known: str) -> PlainO
         operations, known = PlainOperations(backend), {"no_kernels": refusal} | known
     log.info("operations_selected", operations=operations.name, **known)
     return operations
-
-
-def run_profiled(
-    accelerator: Accelerator,
-    model: Decoder,
-    operations: Operations,
-    cache: KVCache,
-    step: StepBatch,
-    vocab_size: int,
-) -> None:
-    """A step as it will be served, over a cache made for it."""
-    if isinstance(operations, PlainOperations):
-        pipeline = Pipeline(accelerator, model, operations, cache, vocab_size=vocab_size)
-        pipeline.collect(pipeline.launch(step, lambda: None))
-        return
-    with torch.inference_mode():
-        logits = model.logits(step.inputs, cache)  # of several ranks: whole on the first one, which samples
-        if logits.shape[1] == vocab_size:
-            sampler.sample(logits, step.sample_rows, operations.choose)
-
-
-@torch.inference_mode()
-def captured_bytes(
-    accelerator: Accelerator,
-    model: Decoder,
-    operations: Operations,
-    cache: KVCache,
-    sizes: Sequence[int],
-    max_seq_len: int,
-) -> int:
-    """What the captured steps of all `sizes` will keep, tried out over a cache that is there for it."""
-    # Of several ranks none captures: their operations are not plain.
-    if not (isinstance(operations, PlainOperations) and operations.attention.can_be_captured):
-        return 0
-
-    def capture(some: Sequence[int]) -> CapturedDecode:
-        return CapturedDecode(accelerator, model, operations, cache, sizes=some, max_seq_len=max_seq_len)
-
-    return bytes_of_captures(accelerator, capture, sizes)
-
-
-@torch.inference_mode()
-def pipeline_of(
-    accelerator: Accelerator,
-    model: Decoder,
-    operations: Operations,
-    kv_cache: KVCache,
-    config: ModelConfig,
-    max_num_seqs: int,
-) -> Pipeline:
-    """The steps of a model, those of decode rows captured where the attention back end allows it."""
-    assert isinstance(operations, PlainOperations), "our own kernels are the CPU's"
-    captured = None
-    if operations.attention.can_be_captured:
-        sizes = captured_sizes(max_num_seqs)
-        captured = CapturedDecode(
-            accelerator, model, operations, kv_cache, sizes=sizes, max_seq_len=config.max_seq_len
-        )
-        log.info("decode_captured", sizes=sizes)
-    return Pipeline(accelerator, model, operations, kv_cache, vocab_size=config.vocab_size, captured=captured)
 
 
 def constraints_of(checkpoint: Checkpoint) -> Constraints | None:

@@ -159,6 +159,11 @@ class Group:
         dist.gather(sent, parts, dst=0, group=self._tensors)
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
 
+    def share(self, token_ids: Tensor) -> Tensor:
+        """On the device: no host sees them."""
+        dist.broadcast(token_ids, src=0, group=self._tensors)
+        return token_ids
+
     # --- steps ------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from torch import Tensor
+
 from executor.inputs import StepInputs
 from executor.model.checkpoint import Checkpoint
 from executor.operations.base import Operations
@@ -36,6 +38,9 @@ class Ranks(Protocol):
 
     def joined(self, operations: Operations, whole: Checkpoint) -> Operations:
         """`operations` on this rank's shard as parts of those on the whole model."""
+
+    def share(self, token_ids: Tensor) -> Tensor:
+        """The first rank's `token_ids` (int64 `[S]`), on all ranks; the others' are written over."""
 
     def leading(self, inputs: StepInputs) -> AbstractContextManager[None]:
         """The others make this step with us. Asked of the first rank alone.
@@ -72,6 +77,10 @@ class Alone:
     def joined(self, operations: Operations, whole: Checkpoint) -> Operations:  # noqa: ARG002
         """As they are."""
         return operations
+
+    def share(self, token_ids: Tensor) -> Tensor:
+        """As they are."""
+        return token_ids
 
     def leading(self, inputs: StepInputs) -> AbstractContextManager[None]:  # noqa: ARG002
         """Nobody is told."""

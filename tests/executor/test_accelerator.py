@@ -38,7 +38,8 @@ class Graph:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     @contextmanager
-    def capturing(graph: Graph, pool: int | None = None) -> Iterator[None]:
+    def capturing(graph: Graph, pool: int | None, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "what NCCL's own thread asks would break it off"
         graph.begin(pool)
         yield
 

@@ -49,14 +49,21 @@ class FakeEvent:
         return self.tick - earlier.tick
 
 
+class _Current(threading.local):
+    """The recording of this thread: ranks that are threads capture side by side."""
+
+    recording: "Recording | None" = None
+
+
+_current = _Current()
+
+
 class Recording(TorchDispatchMode):
     """Does what is asked for, and keeps it to be asked for again."""
 
-    current: "Recording | None" = None
-
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Callable[[], None]] = []
+        self.calls: list[Callable[[], object]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,12 +85,12 @@ class Recording(TorchDispatchMode):
 @contextmanager
 def opaque() -> Iterator["Recording | None"]:
     """Operations inside are one call to a recording, which whoever is inside adds: `yield`s the recording."""
-    recording, Recording.current = Recording.current, None
+    recording, _current.recording = _current.recording, None
     try:
         with torch.utils._python_dispatch._disable_current_modes():
             yield recording
     finally:
-        Recording.current = recording
+        _current.recording = recording
 
 
 def as_one_kernel(kernel: Callable[[], Tensor]) -> Tensor:
@@ -95,9 +102,17 @@ def as_one_kernel(kernel: Callable[[], Tensor]) -> Tensor:
         return result
 
 
+def in_place(kernel: Callable[[], object]) -> None:
+    """The same of a kernel that writes into what it is given."""
+    with opaque() as recording:
+        kernel()
+        if recording is not None:
+            recording.calls.append(kernel)
+
+
 @dataclass
 class FakeGraph:
-    calls: list[Callable[[], None]]
+    calls: list[Callable[[], object]]
     num_replays: int = 0
 
     def replay(self) -> None:
@@ -138,12 +153,12 @@ class FakeDevice:
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
         work()
-        recording = Recording.current = Recording()
+        recording = _current.recording = Recording()
         try:
             with recording:
                 work()
         finally:
-            Recording.current = None
+            _current.recording = None
         self.graphs.append(FakeGraph(recording.calls))
         return self.graphs[-1]
 

@@ -70,6 +70,7 @@ def main(rank: int, size: int, meeting: str) -> None:
     seen["sum"] = strided.unique().tolist()
     part = torch.full((2, WIDTHS[rank]), float(rank))
     seen["gathered"] = group.gather(part, WIDTHS).tolist()
+    seen["shared"] = group.share(torch.tensor([5, rank])).tolist()
     seen["none"] = list(group.gather(part[:0], WIDTHS).shape)
 
     seen |= lead(group) if rank == 0 else follow(group)

@@ -44,6 +44,7 @@ def test_every_rank_has_the_sum_and_the_first_one_all_logits(three: list[dict[st
     row = [float(rank) for rank, width in enumerate(WIDTHS) for _ in range(width)]
     assert three[0]["gathered"] == [row, row]
     assert three[0]["none"] == [0, sum(WIDTHS)]
+    assert [seen["shared"] for seen in three] == [[5, 0]] * 3
 
 
 def test_ranks_agree_or_all_of_them_refuse(three: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Barrier
 from typing import TypeVar
 
@@ -18,9 +19,11 @@ from executor.inputs import StepInputs
 from executor.model.checkpoint import Checkpoint
 from executor.operations.base import Operations
 from executor.parallel.group import total_of
+from executor.parallel.messages import packed, unpacked
 from executor.parallel.operations import ParallelOperations
 from executor.parallel.shard import Shard
 from executor.runner import ModelRunner
+from tests.rig.fake_device import in_place
 
 T = TypeVar("T")
 
@@ -32,6 +35,8 @@ class Table:
         self.size = size
         self._barrier = Barrier(size, timeout=60)
         self._places: list[object] = [None] * size
+        self.words: list[SimpleQueue[bytes]] = [SimpleQueue() for _ in range(size)]
+        """What the first rank tells each rank: a step, or nothing at all, which is the end."""
 
     def exchange(self, rank: int, value: T) -> list[T]:
         """Everybody's value, once everybody has laid it down."""
@@ -42,8 +47,13 @@ class Table:
         return values
 
     def give_up(self) -> None:
-        """Whoever waits for the others gets an exception."""
+        """Whoever waits for the others gets an exception, or the end."""
         self._barrier.abort()
+        self.tell(b"")
+
+    def tell(self, word: bytes) -> None:
+        for words in self.words[1:]:
+            words.put(word)
 
 
 class ThreadRanks:
@@ -75,21 +85,27 @@ class ThreadRanks:
         return ParallelOperations(operations, self, rank=self.rank, vocabularies=vocabularies)
 
     def add(self, part: Tensor) -> None:
-        part.copy_(total_of(torch.stack(self._table.exchange(self.rank, part.clone()))))
+        in_place(lambda: part.copy_(total_of(torch.stack(self._table.exchange(self.rank, part.clone())))))
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         parts = self._table.exchange(self.rank, part.clone())
         assert [each.shape[1] for each in parts] == list(widths)
         return torch.cat(parts, dim=1) if self.rank == 0 else part
 
+    def share(self, token_ids: Tensor) -> Tensor:
+        return token_ids.copy_(self._table.exchange(self.rank, token_ids.clone())[0])
+
     def leading(self, inputs: StepInputs) -> AbstractContextManager[None]:
+        self._table.tell(packed(inputs))
         return nullcontext()
 
     def steps(self) -> Iterator[StepInputs]:
-        return iter(())
+        while word := self._table.words[self.rank].get():
+            yield unpacked(word)
 
     def end(self) -> None:
-        pass
+        if self.rank == 0:
+            self._table.tell(b"")
 
 
 def on_each_rank(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
