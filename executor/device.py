@@ -4,6 +4,9 @@ Loading, warming up and every step run here and nowhere else, one after the othe
 answers gRPC and health whatever the device does. A plan that is there already starts the moment the one
 before it ends, without a turn through the event loop.
 
+`Runner`, `Pipeline` and what they return are described here as protocols: `runner` and `pipeline` implement
+them with torch, which this module and its tests do without. `EpochWork.execute` is a whole step, in order.
+
 Must not know: protos, streams, who asked.
 """
 
@@ -95,7 +98,7 @@ class Pipeline(Protocol):
         """A launched step's results, in the order of the launches."""
 
     def forget(self) -> None:
-        """The next step has none before it."""
+        """Drop the memory of the last step: the next one takes no tokens and no idle time from it."""
 
 
 class Runner(Protocol):

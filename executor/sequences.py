@@ -1,8 +1,9 @@
 """The sequences an executor knows, and what one plan does to them.
 
-A plan is applied in this order: acknowledged ghosts, releases, admissions, new blocks, rows (architecture,
-section 3.3). A sequence that ends in step k becomes a *ghost* until a plan acknowledges k: its rows are
-skipped and report nothing, for the scheduler may have planned them before it knew.
+A plan is applied in this order: acknowledged ghosts, releases, admissions, new blocks, rows
+(docs/protocol.md, "What a plan does"). A sequence that ends in step k becomes a *ghost* until a plan
+acknowledges k: its rows are skipped and report nothing, for the scheduler may have planned them before it
+knew of the end.
 
 Two kinds of fault are told apart. A plan that disagrees with this table (unknown ids, wrong positions, too
 few blocks) is the scheduler's fault and raises `PlanError`: the epoch is over. A request that cannot be
@@ -270,7 +271,10 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that the device has and whose results are not in: its rows, and what erred before."""
+    """A step that the device has and whose results are not in: its rows, and the errors so far.
+
+    `settle` adds the step's own errors to `errors`.
+    """
 
     step_id: int
     epoch: int
@@ -306,6 +310,8 @@ MatcherOf = Callable[[Constraint, Sequence[int]], Matcher]
 
 class SequenceTable:
     """All sequences of one epoch: `apply` a plan, compute its rows, `commit` what was sampled.
+
+    Each `apply` must be followed by the `commit` or `advance` of the same plan before the next one.
 
     Where a device works while the host goes on, `commit` comes in two parts: `advance` once the step is on
     its way, `settle` when its results are in. Between them the next plan may be applied, whose rows then
@@ -353,8 +359,9 @@ class SequenceTable:
         self._sequences: dict[int, _Sequence] = {}
         self._ghosts: dict[int, _Ghost] = {}
         self._used_seq_ids = _IdSet()
+        # Of the plan that was applied and not yet advanced:
         self._rows: list[tuple[Row, _Sequence]] = []
-        self._errors: list[SequenceError] = []  # of the step between apply and commit
+        self._errors: list[SequenceError] = []
 
     @property
     def num_sequences(self) -> int:
@@ -425,14 +432,14 @@ class SequenceTable:
         errors = flight.errors
         scored = {stretch.seq_id: stretch for stretch in prompt_logprobs}
         for row, sequence in flight.rows:
-            if sequence.has_ended:
+            if sequence.has_ended:  # in an earlier flight: this row was a ghost's
                 scored.pop(row.seq_id, None)
                 continue
-            if row.scored is not None and row.seq_id not in scored:
+            if row.scored is not None and row.seq_id not in scored:  # its prompt's logits were no numbers
                 errors.append(SequenceError(row.seq_id, NOT_FINITE, INTERNAL))
                 self._end(row.seq_id, sequence, flight.step_id)
                 continue
-            if row.output_index is None:
+            if row.output_index is None:  # a chunk: known tokens remain, nothing was sampled
                 seq_ids.append(row.seq_id)
                 num_sampled.append(0)
                 continue

@@ -1,7 +1,7 @@
 """Who holds the executor, and what becomes of each plan: exactly-once as a state machine without I/O.
 
 Events come in (`open`, `attach`, `receive`, `complete`, `detach`), what to do comes out. The rules
-(architecture, section 3.3):
+(docs/protocol.md, "Execute"):
 
 1. Each step runs at most once in an epoch; plans run in the order of their step ids, without a gap.
 2. The result of a step is kept until a plan acknowledges it. A plan that comes again is answered from the

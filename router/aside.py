@@ -1,8 +1,8 @@
-"""Work that may take long for the size of what a client sent, or gets: aside, while the event loop goes on.
+"""Runs work whose length depends on what a client sent, or gets: in a thread if it is long, else at once.
 
-Whoever asks for it says whether it is long: a thread costs more than little work does. What runs here must be
-made of short pieces, for each call into C holds the interpreter's lock to its end. It must not know what the
-work is.
+The caller says whether it is long: for little work, a thread costs more than the work. What runs in a thread
+must be made of short pieces, since each call into C holds the GIL to its end and with it the event loop. This
+module must not know what the work is.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ from router import aside
 from router.request_log import ChoiceLog, Delta, End, FinishReason, RequestLog
 from rpc.errors import RequestError, invalid
 
-# Log-probabilities up to so many numbers are put into words at once, which takes a millisecond or two.
+# Log-probabilities up to so many numbers become messages on the event loop (a millisecond or two).
 INLINE_NUMBERS: Final = 1024
 # A whole answer with more is given up: a client that reads as they come keeps them from piling up.
 MAX_WHOLE_NUMBERS: Final = 524_288
@@ -73,7 +73,7 @@ class Call:
 
     @property
     def is_long(self) -> bool:
-        """Whether all that waits, for a client who has been told nothing yet, is put into words aside."""
+        """Whether the whole answer, of which nothing was told yet, is so long that a thread converts it."""
         num_tokens = sum(choice.num_unread for log in self.logs for choice in log.choices)
         num_numbers = sum(log.num_prompt_numbers + log.num_unread_numbers for log in self.logs)
         return num_tokens > aside.INLINE_TOKENS or num_numbers > INLINE_NUMBERS
@@ -115,7 +115,8 @@ class Call:
         """What has happened since the last call, once something has; empty when all has been told.
 
         At most one delta and one end for each choice, however long nobody asked. Raises RequestError when a
-        choice has failed, after what had come before: that end is told in no other way.
+        choice has failed, once everything that came before has been returned; a failed end is never in the
+        list.
         """
         if self._failure is not None:
             raise self._failure

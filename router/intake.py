@@ -209,7 +209,7 @@ class Intake:
 
     @contextlib.contextmanager
     def _held(self, names: list[Name]) -> abc.Iterator[None]:
-        """Keeps names for a call. Raises RequestError, ALREADY_EXISTS, when a call has one of them."""
+        """Reserves names while a call lasts. Raises RequestError, ALREADY_EXISTS, when one is in use."""
         for name in names:
             if name in self._holders:
                 raise _in_use(name)
@@ -329,9 +329,10 @@ class Intake:
         await aside.done(run_again, is_long=num_received > aside.INLINE_TOKENS)
 
     def _submit(self, begun: _Begun, call: Call) -> None:
-        """Hands a request to its scheduler, or tells it from what is here. Raises RequestError.
+        """Hands a request to its scheduler, or answers it from a kept result. Raises RequestError.
 
-        A call that has the name still (its client is gone, and nobody has noticed) ends ABORTED.
+        When it is resumed and an older call still has its name (that client is gone, and nobody has noticed
+        yet), the older call ends ABORTED.
         """
         log, scheduler = begun.log, begun.scheduler
         name, now = (log.tenant, log.request_id), time.monotonic()

@@ -117,8 +117,8 @@ def choice_key(tenant: str, request_id: str, index: int) -> bytes:
 def drawn_seed(tenant: str, request_id: str, body_digest: bytes) -> int:
     """The seed of a request that gives none, a signed 64-bit integer.
 
-    As random as the id, and the same for the same request of an id: whichever router meets it again, when it
-    is resumed or repeated, goes on with the seed that its client was told.
+    A function of id and body, and as random as the id. So when the request is resumed or repeated, any router
+    goes on with the seed that its client was told.
     """
     named = f"{tenant}\0{request_id}\0seed".encode() + body_digest
     return int.from_bytes(hashlib.sha256(named).digest()[:8], signed=True)
@@ -300,8 +300,8 @@ class RequestLog:
     """One request: its prompt, its choices, and what a scheduler must be told to take it over.
 
     `deadline`, `received_at` and `submitted_at` are seconds on the caller's clock. `accepted` means that the
-    client holds the first event: from then on the request is never refused for load. `resume_token` is told
-    with that event.
+    client may hold the first event (it is set just before that is sent): from then on the request is never
+    refused for load. `resume_token` is in that event. A choice's `taken_in` is the scheduler's word for it.
     """
 
     __slots__ = (

@@ -1,7 +1,7 @@
 """The stream to one scheduler: connecting, reconnecting, deadlines.
 
-The one place where a session meets the clock and the network; what is said and what it means, it decides.
-Which scheduler gets which request is `scheduler_pool`'s business.
+The one place where a session meets the clock and the network. The session decides what is sent and what an
+answer means; which scheduler gets which request is `scheduler_pool`'s business.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class SchedulerClient:
         self.address = address
         self.shard = shard or address.target
         self.on_changed: abc.Callable[[], None] = lambda: None
-        """Called when `refusal` or `is_lost` may have changed: for whoever places requests."""
+        """Set by the pool that places requests; called when `refusal` or `is_lost` may have changed."""
         self._reconnect_seconds = reconnect_seconds
         self._tls = tls
         self._line = Line(address, max_message_bytes=max_message_bytes, tls=tls)
@@ -291,10 +291,10 @@ class SchedulerClient:
             self._wake_some()
 
     def _wake_some(self) -> None:
-        """Wakes who has waited longest, and the others when these have written and others had their turn.
+        """Wakes the calls that have waited longest; the rest a few turns of the event loop later.
 
-        The stream is read meanwhile. When there is more to write than time for it, reading gets ahead, and
-        who waits is woken once for all that has come: messages grow in place of the delay.
+        Meanwhile the woken calls write and the stream is read. When writing cannot keep up, reading gets
+        ahead, and a call is then woken once for everything that has come: its messages grow, not its delay.
         """
         for _ in range(min(_WOKEN_TOGETHER, len(self._to_wake))):
             request, _ = self._to_wake.popitem(last=False)
@@ -309,9 +309,9 @@ class SchedulerClient:
         asyncio.get_running_loop().call_soon(go_on)
 
     def _arm_timer(self) -> None:
-        """Makes sure that time is looked at when the scheduler counts as lost, and when its requests expire.
+        """Sets a timer for when the scheduler counts as lost, and for when its requests expire.
 
-        Whatever the network does: a connection that is tried brings no event for a long time.
+        Without it nothing might look at the time: an attempt to connect may bring no event for a long while.
         """
         if self._timer is not None:
             self._timer.cancel()

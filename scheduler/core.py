@@ -31,7 +31,7 @@ from scheduler.inquiry import Inquiry, name_of
 from scheduler.meters import Meters
 from scheduler.plan import BatchPlan, Capacity, Leaver, NewSequence, StepResult
 from scheduler.policy import Limits
-from scheduler.recovery import Pace
+from scheduler.recovery import RecoveryPace
 from scheduler.rows import Rows
 from scheduler.sequence import (
     Event,
@@ -88,7 +88,7 @@ class SchedulerCore:
         self.clocks = ReasonClocks()
         self.inquiry = Inquiry()
         self.stranded = Stranded()
-        self.pace = Pace()
+        self.pace = RecoveryPace()
         self.witness: Witness | None = None
         """Who is told of sequences, if anybody is."""
         self._time_lines = TimeLines()
@@ -97,7 +97,9 @@ class SchedulerCore:
         self._padding_sampling = padding_sampling
         self._cache_secret = cache_secret
         self._num_submitted = 0
-        self._now = 0.0  # of the call in progress
+        # Of the call in progress: set first by every public method that takes `now`, read by all that those
+        # call, `preempt` (from `room`) among them.
+        self._now = 0.0
 
     # --- from clients ------------------------------------------------------------------------------------
 
@@ -293,7 +295,10 @@ class SchedulerCore:
     def schedule(self, executor_id: str, now: float) -> BatchPlan | None:
         """The next plan for this executor, or None: a full window, too early, or nothing to say.
 
-        When it is early, the state's `held_until` says when to ask again.
+        After None the executor's state says when to ask again, if not at the next event:
+            held_until      it was too early: at this time
+            look_again_at   it is idle and left a sequence to another executor: at this time
+            is_hashing      a long prompt is being hashed in slices: at once, after a turn of the event loop
 
         Raises SessionBrokenError when the executor has failed to end a sequence, BlockError when blocks and
         holders were found to disagree.
@@ -317,7 +322,10 @@ class SchedulerCore:
         return self._plan(state, rows)
 
     def _may_send(self, state: ExecutorState, now: float) -> bool:
-        """Whether a plan may leave: the window has room, and it is late enough (rule 7)."""
+        """Whether a plan may leave: the window has room, and it is late enough (`pace`).
+
+        When only the time is not right, sets the state's `held_until`.
+        """
         state.held_until = None
         if not state.session.can_send:
             return False
@@ -328,7 +336,7 @@ class SchedulerCore:
         return state.held_until is None
 
     def _clear_the_way(self, state: ExecutorState) -> bool:
-        """Takes off who must go before anybody is planned; False when a result must be in first (rule 3)."""
+        """Preempts whoever must go before the plan is made; False when results must come first (`room`)."""
         if state.is_draining and not room.move_away(self, state, self._now):
             return False
         # Each running sequence takes at most one block a step: with more free ones nobody can be short.
@@ -433,7 +441,7 @@ class SchedulerCore:
         state.num_queued_tokens = sum(seq.num_known_tokens - seq.num_computed_tokens for seq in unfinished)
         self.pace.begin(state, unfinished, rows, self.waiting, self._now)
         turn = placement.Turn(self, state) if len(self.executors) > 1 else None
-        alone = self.inquiry.may_enter(self, state, self._now) if self.inquiry and may_enter else None
+        alone = self.inquiry.only_these(self, state, self._now) if self.inquiry and may_enter else None
         try:
             for seq in unfinished:
                 if may_enter and alone is None:
@@ -457,7 +465,7 @@ class SchedulerCore:
             state.look_again_at = turn.look_again_at
 
     def _chunk(self, seq: Sequence, rows: Rows) -> None:
-        """Gives `seq` of its uncomputed tokens what the budget allows."""
+        """Plans as many uncomputed tokens of `seq` as the budget allows; less when it recovers."""
         if not seq.is_recovering:
             rows.chunk(seq, rows.budget)
             return
@@ -516,8 +524,8 @@ class SchedulerCore:
             self.waiting.park(seq)
             return True
         match entrance.find(self, state, seq, follows=follows):
-            case None:
-                return False  # hashing goes on in the next step
+            case entrance.Hashing():
+                return False  # it goes on in the next step
             case entrance.PassedOver(own_reason, detail):
                 if seq.time_line is not None:
                     seq.time_line.wait(self._now, self.clocks, step_id=0, detail=detail, own=own_reason)
@@ -526,7 +534,7 @@ class SchedulerCore:
                 return False
             case entrance.Fits(matched):
                 num_cached_tokens = len(matched) * state.blocks.block_size
-                if turn is not None and turn.leaves(seq, num_cached_tokens, self._now):
+                if turn is not None and turn.give_away(seq, num_cached_tokens, self._now):
                     self.waiting.park(seq)
                 else:
                     self._place(state, seq, matched, rows)

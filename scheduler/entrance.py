@@ -1,6 +1,7 @@
 """Who may enter the batch of one executor now, and who makes way for whom.
 
-Reads the core, and changes nothing but the queue's marks for those who are passed over. Pure.
+Reads the core. It changes only what it found out: the queue's marks for those who are passed over, whom a
+sequence follows in the prefix cache, and the executor state's `is_hashing` and `too_full_for`. Pure.
 """
 
 import math
@@ -37,6 +38,11 @@ class Blocked:
 
 
 @dataclass(frozen=True, slots=True)
+class Hashing:
+    """Nobody can tell yet: the names of its blocks are still being made, a slice at each step."""
+
+
+@dataclass(frozen=True, slots=True)
 class PassedOver:
     """It waits for something of its own, and holds nobody back."""
 
@@ -55,8 +61,8 @@ def obstacle(state: ExecutorState, head: Sequence | None, *, has_budget: bool) -
 
 def find(
     core: "SchedulerCore", state: ExecutorState, seq: Sequence, *, follows: bool
-) -> Fits | Blocked | PassedOver | None:
-    """Whether `seq`, the next one, may enter; None when its names are still being made."""
+) -> Fits | Blocked | Hashing | PassedOver:
+    """Whether `seq`, the next one, may enter."""
     tenant = seq.tenant
     if not _tenant_allows(core, state, seq):
         core.waiting.set_aside(tenant)
@@ -64,7 +70,7 @@ def find(
     matched = state.cache.matched(seq)
     if matched is None:
         state.is_hashing = True
-        return None
+        return Hashing()
     leader = _leader(state, seq, matched) if follows else None
     if leader is not None:
         core.waiting.park(seq)

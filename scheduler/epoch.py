@@ -142,9 +142,10 @@ class Epoch:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write_plans(self, stream: ExecuteStream) -> None:
-        """Sends again what has no answer, then whatever there is to plan whenever there may be something.
+        """Sends again the plans that have no answer; then plans and sends whenever there may be work.
 
-        Nothing is planned for who may be dead: it would wait there, and be suspected of that death.
+        Nothing is planned before there is a connection: if the executor is dead, a sequence planned for it
+        would only wait there, and then be suspected of having killed it.
         """
         state, wake = self._state, self._wake
         await stream.connected()

@@ -127,8 +127,11 @@ class Inquiry:
         """Whether suspects alone may enter here."""
         return self._host == state.executor_id
 
-    def may_enter(self, core: "SchedulerCore", state: ExecutorState, now: float) -> list[Sequence] | None:
-        """Who alone may enter here in this turn, in order; None: whoever's turn it is."""
+    def only_these(self, core: "SchedulerCore", state: ExecutorState, now: float) -> list[Sequence] | None:
+        """The only sequences that may enter here in this turn, in order; None when there is no such limit.
+
+        Makes this executor the host of the trial when there is none and it is the best one.
+        """
         trial = self.suspects.trial
         if not trial:
             return None

@@ -4,15 +4,15 @@
                      who comes here enters k+1   │◄ margin ►│
                                                  └ plan k+1 leaves
 
-A plan that leaves early hides the network as well as one that leaves late, but whoever comes after it waits
-for one step more. The margin covers the way there and back, and steps that end before their time (mostly: a
-step caught out costs one way of idleness, waiting for the worst of them would cost newcomers a part of every
-step). Pure: time comes in as an argument.
+A plan that leaves early hides the network as well as one that leaves late, but a request that arrives after
+it waits for one step more. The margin covers the round trip (the *way*), and steps that end before their
+predicted time: most of them, not the worst. A step that ends earlier still costs one round trip of idleness;
+a margin for the worst case would cost newcomers a part of every step. Pure: time comes in as an argument.
 
-The way is seen where nothing else was under way. Behind a running step it is seen where it was too long: the
-plan had been held, and the executor stood still for longer than it mostly does between steps. Any other plan
-says only that what was allowed was enough: then less is tried. Nine tenths of the ways are allowed for: an
-executor that pauses for a moment, now and then, is not taken for one far away.
+The way can be measured in two cases: when nothing else was under way, and when a plan had been held for too
+long, so that the executor idled for longer than it usually does between steps. Any other plan only shows that
+the margin was enough: then a smaller way is noted. The 0.9 quantile is used, so that an executor that pauses
+now and then is not taken for one far away.
 """
 
 from bisect import bisect_left, insort

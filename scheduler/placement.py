@@ -85,10 +85,10 @@ class Turn:
         """Whether nothing more may be looked at."""
         return len(self.left) >= MAX_LEFT
 
-    def leaves(self, seq: Sequence, num_cached_tokens: int, now: float) -> bool:
-        """Whether another executor would start `seq`, of which so much is cached here, sooner than this one.
+    def give_away(self, seq: Sequence, num_cached_tokens: int, now: float) -> bool:
+        """Gives `seq` to another executor if one would start it sooner; returns whether one does.
 
-        Then it counts as that one's for the rest of the turn.
+        It then counts as that one's for the rest of the turn. `num_cached_tokens`: of `seq`, here.
         """
         num_tokens = len(seq.token_ids)
         here = seconds_to_start(self._core, self._state, num_tokens - num_cached_tokens, now)

@@ -41,7 +41,7 @@ class Admission(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the operator allows. None leaves it to the executor's own ceiling, or is no limit."""
+    """What the operator allows. None means the executor's own limit where it has one, else no limit."""
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -134,8 +134,10 @@ def displaced(
     affordable = candidates[: sum(1 for _ in takewhile(lambda cost: cost <= max_recompute_tokens, costs))]
     if not affordable or not suffices(affordable) or suffices([]):
         return []
+    # The shortest beginning of the list that suffices: more of them never suffice less.
     count = bisect_left(range(len(affordable)), x=True, key=lambda count: suffices(affordable[:count]))
     chosen = affordable[:count]
+    # Without the last one it did not suffice; of those before it some may not be needed.
     for seq in affordable[: count - 1]:
         fewer = [other for other in chosen if other is not seq]
         if suffices(fewer):

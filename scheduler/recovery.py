@@ -18,8 +18,8 @@ from scheduler.sequence import Sequence
 from scheduler.waiting import WaitingQueue
 
 
-class Pace:
-    """Of all executors of one scheduler."""
+class RecoveryPace:
+    """How seats and tokens are shared between recovering sequences and the others, on all executors."""
 
     __slots__ = ("_had_last_seat",)
 
@@ -37,7 +37,7 @@ class Pace:
         """Decoding has its tokens: the rest of a plan's budget is about to be given out."""
         rows.recompute_budget = max(1, rows.budget // 2)
         rows.others_wait = any(not seq.is_recovering for seq in unfinished) or (
-            len(state.running) < state.max_num_seqs and waiting.peek(now, but_recovering=True) is not None
+            len(state.running) < state.max_num_seqs and waiting.peek(now, skip_recovering=True) is not None
         )
 
     def next(self, rows: Rows, waiting: WaitingQueue, now: float) -> Sequence | None:
@@ -46,7 +46,7 @@ class Pace:
         if head is None or not head.is_recovering:
             return head
         if self._had_last_seat or rows.recompute_budget <= 0:
-            other = waiting.peek(now, but_recovering=True)
+            other = waiting.peek(now, skip_recovering=True)
             if other is not None and other.request.priority <= head.request.priority:
                 return other
         return head

@@ -1,7 +1,8 @@
 """Who must give up a seat or blocks before the next plan is made, so that others get on. Pure.
 
-Every function answers whether the plan may be made now: False when results must come in first. Token logs
-must be complete before anyone is taken off (rule 3), and one bubble is cheaper than a needless victim.
+Every function returns whether the plan may be made now: False when results must come in first. Nobody is
+taken off while a result is outstanding: its token log must be complete, for it is computed again from that.
+Waiting for the result leaves the executor idle for a moment; a needless victim would cost a recompute.
 """
 
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ def make_way(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
         placement.could_take(core, other, head) for other in core.executors.values() if other is not state
     ):
         return True  # another executor has room for it
-    if core.inquiry and core.inquiry.may_enter(core, state, now) is not None:
+    if core.inquiry and core.inquiry.only_these(core, state, now) is not None:
         return True  # it could not enter
     chosen = entrance.who_makes_way(core, state, head)
     if chosen and state.session.num_unanswered:

@@ -194,7 +194,7 @@ class _RouterStream:
         log = _log.bind(request_id=request.request_id, index=request.sample_index)
         live = self._loop.core.sequences.get(request.key)
         try:
-            self._check_welcome(request, live)
+            self._check_may_read(request, live)
             seq = self._loop.core.submit(request, array("I", message.output_token_ids), now=now)
         except RefusedError as error:
             log.info("sequence_refused", error=error.message)
@@ -209,8 +209,8 @@ class _RouterStream:
         self._wake.set()
         self._loop.queue_changed()
 
-    def _check_welcome(self, request: Request, live: Sequence | None) -> None:
-        """Raises RefusedError for a newcomer at a scheduler that leaves, or under a key that is being read.
+    def _check_may_read(self, request: Request, live: Sequence | None) -> None:
+        """Raises RefusedError for a newcomer during shutdown, or for a key that another router is reading.
 
         A router that comes back takes its own streams over, and what clients were promised is never refused.
         """

@@ -68,8 +68,8 @@ class Suspects(Generic[T]):
             self._num_steps[item] = 0
         tried = [item for item in rows if item in self.trial]
         if len(rows) == 1 and again:
-            self._acquit(rows[0])
-            return rows[0]
+            self._forget(rows[0])
+            return rows[0]  # guilty
         if tried:
             self._search(tried)
         elif again:
@@ -84,13 +84,13 @@ class Suspects(Generic[T]):
         self._num_steps[item] += 1
         if not is_past or self._num_steps[item] < NUM_STEPS_TO_CLEAR:
             return False
-        self._acquit(item)
+        self._forget(item)
         return True
 
     def ended(self, item: T) -> None:
         """It is over, for whatever reason: nothing is left to search for."""
         if item in self._num_crashes:
-            self._acquit(item)
+            self._forget(item)
 
     def set_aside(self, item: T) -> None:
         """It cannot be tried for now: the search goes on without it, and what it has met is remembered."""
@@ -113,7 +113,8 @@ class Suspects(Generic[T]):
         self.group = group
         self.trial = group[: max(1, len(group) // 2)]
 
-    def _acquit(self, item: T) -> None:
+    def _forget(self, item: T) -> None:
+        """Drops what is remembered against it, whether it was cleared, found guilty, or is over."""
         del self._num_crashes[item], self._num_steps[item]
         self._num_excuses.pop(item, None)
         self.set_aside(item)

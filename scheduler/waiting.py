@@ -186,12 +186,12 @@ class WaitingQueue:
 
     # --- who is next -------------------------------------------------------------------------------------
 
-    def peek(self, now: float, *, but_recovering: bool = False) -> Sequence | None:
-        """Who is served next, or None; `but_recovering`: among those that did not lose their executor."""
+    def peek(self, now: float, *, skip_recovering: bool = False) -> Sequence | None:
+        """Who is served next, or None; `skip_recovering`: among those that did not lose their executor."""
         heads = [
             (of_class, head)
             for of_class in list(self._classes.values())
-            if not (but_recovering and of_class.is_recovering) and (head := self._head(of_class)) is not None
+            if not (skip_recovering and of_class.is_recovering) and (head := self._head(of_class)) is not None
         ]
         if not heads:
             return None
