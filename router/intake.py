@@ -94,7 +94,7 @@ class _Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _Prepared:
     """A request that may be submitted, and where."""
 
     scheduler: SchedulerClient
@@ -164,7 +164,8 @@ class Intake:
         A request without an id is given one. Raises RequestError, before any of them is submitted, when one
         is wrong or its id is in use.
         """
-        is_begun = False
+        # Until then nothing of this call is counted as left: the outer except counts it as not begun.
+        all_submitted = False
         self.tally.num_received += len(requests)
         trace = CallTrace(
             self._tracer,
@@ -179,28 +180,17 @@ class Intake:
                 structlog.contextvars.bound_contextvars(request_id=named[0].request_id),
                 self._held([(tenant, asked.request_id) for asked in named if asked.resume is None]),
             ):
-                begun: list[_Begun] = []
-                for asked, traceparent in zip(named, trace.traceparents, strict=True):
-                    if begun:
-                        await asyncio.sleep(0)  # there may be a hundred of them
-                    begun.append(await self._begun(asked, arrival, traceparent))
-                validation.check_prompt_logprobs(sum(one.log.num_prompt_numbers for one in begun))
-                call = Call(tuple(one.log for one in begun))
+                prepared = await self._prepare_all(named, arrival, trace.traceparents)
+                call = Call(tuple(one.log for one in prepared))
                 try:
-                    for one in begun:
+                    for one in prepared:
                         self._submit(one, call)
-                    is_begun = True
+                    all_submitted = True
                     yield call
                 finally:
-                    now = time.monotonic()
-                    reason = FinishReason.DEADLINE if _is_late(arrival, now) else FinishReason.ABORT
-                    for log in call.logs:
-                        self._release(log, End(reason), now)
-                        if is_begun:
-                            self.tally.left(log, now)
-                            trace.left(log, now)
+                    self._let_go(call, arrival, trace, all_submitted=all_submitted)
         except BaseException as error:
-            if not is_begun:
+            if not all_submitted:
                 now = time.monotonic()
                 is_late = _is_late(arrival, now)
                 self.tally.not_begun(len(requests), error, is_late=is_late)
@@ -227,7 +217,24 @@ class Intake:
             if not self._num_calls:
                 self._idle.set()
 
-    async def _begun(self, asked: validation.GenerateRequest, arrival: Arrival, traceparent: str) -> _Begun:
+    async def _prepare_all(
+        self,
+        named: abc.Sequence[validation.GenerateRequest],
+        arrival: Arrival,
+        traceparents: abc.Sequence[str],
+    ) -> list[_Prepared]:
+        """Every request of a call, in order. Raises RequestError when one is wrong or they ask too much."""
+        prepared: list[_Prepared] = []
+        for asked, traceparent in zip(named, traceparents, strict=True):
+            if prepared:
+                await asyncio.sleep(0)  # there may be a hundred of them
+            prepared.append(await self._prepare(asked, arrival, traceparent))
+        validation.check_prompt_logprobs(sum(one.log.num_prompt_numbers for one in prepared))
+        return prepared
+
+    async def _prepare(
+        self, asked: validation.GenerateRequest, arrival: Arrival, traceparent: str
+    ) -> _Prepared:
         """A request's log, and where it goes. Raises RequestError when it is not right in every respect."""
         tenant = arrival.caller.tenant
         self._schedulers.check_serving()
@@ -287,7 +294,7 @@ class Intake:
             await self._resume(log, asked.resume, limits.vocab_size)
             log.accepted = True
             log.submitted_at = time.monotonic() - age_seconds  # its place in the queue is as old as it is
-        return _Begun(scheduler, log, asked.resume is not None)
+        return _Prepared(scheduler, log, asked.resume is not None)
 
     # --- what comes again ---------------------------------------------------------------------------
 
@@ -328,18 +335,18 @@ class Intake:
         num_received = sum(len(token_ids) for _, token_ids in resume.received)
         await aside.done(run_again, is_long=num_received > aside.INLINE_TOKENS)
 
-    def _submit(self, begun: _Begun, call: Call) -> None:
+    def _submit(self, prepared: _Prepared, call: Call) -> None:
         """Hands a request to its scheduler, or answers it from a kept result. Raises RequestError.
 
         When it is resumed and an older call still has its name (that client is gone, and nobody has noticed
         yet), the older call ends ABORTED.
         """
-        log, scheduler = begun.log, begun.scheduler
+        log, scheduler = prepared.log, prepared.scheduler
         name, now = (log.tenant, log.request_id), time.monotonic()
         if scheduler.refusal is not None:  # before anything is taken from anybody
             raise RequestError(grpc.StatusCode.UNAVAILABLE, scheduler.refusal)
         known = self._kept.find(name, log.body_digest, now)
-        if begun.is_resumed:
+        if prepared.is_resumed:
             older = self._holders.get(name)
             if older is not None:
                 if older.log is None or older.call is None or older.log.body_digest != log.body_digest:
@@ -355,8 +362,18 @@ class Intake:
                 kept.tell(choice, now)
         self._schedulers.submit(scheduler, log, call.ring)
 
+    def _let_go(self, call: Call, arrival: Arrival, trace: CallTrace, *, all_submitted: bool) -> None:
+        """The call is over: each of its requests is released, and counted if the call was taken in."""
+        now = time.monotonic()
+        reason = FinishReason.DEADLINE if _is_late(arrival, now) else FinishReason.ABORT
+        for log in call.logs:
+            self._release(log, End(reason), now)
+            if all_submitted:
+                self.tally.left(log, now)
+                trace.left(log, now)
+
     def _release(self, log: RequestLog, end: End, now: float) -> None:
-        """The call is over: its schedulers are told, its name is free, its result is kept."""
+        """A request of a call that is over: its schedulers are told, its name is free, its result is kept."""
         name = (log.tenant, log.request_id)
         self._schedulers.release(log, end)
         holder = self._holders.get(name)
