@@ -86,7 +86,7 @@ def tokenized(tokenizer: Tokenizer, text: str) -> None:
 
 async def measured(args: argparse.Namespace) -> None:
     """Prints a line for each kind of prompt, and of answer."""
-    aside.settle()
+    aside.configure()
     opened, tokenizer = Bodies(), Tokenizer(model_files.read(Path(args.model)))
     await read(opened, bodies()["131,071 ids"])  # its process has started
     for name, body in bodies().items():
@@ -107,7 +107,7 @@ async def measured(args: argparse.Namespace) -> None:
         await _told(
             f"answer {name}",
             args.repeat,
-            partial(aside.done, partial(encoded, value, is_long=True), is_long=True),
+            partial(aside.run, partial(encoded, value, is_long=True), is_long=True),
             partial(asyncio.to_thread, encoded, value),
         )
     await opened.close()

@@ -131,7 +131,7 @@ def measure(
 ) -> dict[str, Any]:
     """One cell of the table, microseconds."""
     core, session = core_with(num_running, num_waiting, num_steps, policy, lockstep=lockstep)
-    collector.settle()
+    collector.configure()
     run = steps(core, session)
     for _ in range(20):
         next(run)

@@ -97,8 +97,8 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
         doorkeeper=doorkeeper,
     )
     http_door = _http_door(intake, schedulers, settings, doorkeeper, certificates) if settings.http else None
-    collector.settle()
-    aside.settle()
+    collector.configure()
+    aside.configure()
     try:
         return await serve(
             settings,

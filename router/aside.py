@@ -21,11 +21,11 @@ _SWITCH_SECONDS: Final = 0.001
 _T = TypeVar("_T")
 
 
-def settle() -> None:
+def configure() -> None:
     """Called once, at start: a thread that computes lets the loop have its turn within a millisecond."""
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
-async def done(work: Callable[[], _T], *, is_long: bool) -> _T:
+async def run(work: Callable[[], _T], *, is_long: bool) -> _T:
     """What the work returns, or raises. It goes on to its end when nobody waits for it any more."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work) if is_long else work()

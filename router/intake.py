@@ -247,7 +247,7 @@ class Intake:
             arrival.refuse_unknown()
             return checked
 
-        checked = await aside.done(looked_at, is_long=_is_long(asked.prompt))
+        checked = await aside.run(looked_at, is_long=_is_long(asked.prompt))
         if checked.sampling.constraint is not None:
             await self._constraint_checks.check(checked.sampling.constraint)
         try:
@@ -333,7 +333,7 @@ class Intake:
                     ) from error
 
         num_received = sum(len(token_ids) for _, token_ids in resume.received)
-        await aside.done(run_again, is_long=num_received > aside.INLINE_TOKENS)
+        await aside.run(run_again, is_long=num_received > aside.INLINE_TOKENS)
 
     def _submit(self, prepared: _Prepared, call: Call) -> None:
         """Hands a request to its scheduler, or answers it from a kept result. Raises RequestError.
@@ -432,7 +432,7 @@ class Intake:
             refuse_unknown()
             return checked
 
-        checked = await aside.done(looked_at, is_long=_is_long(prompt))
+        checked = await aside.run(looked_at, is_long=_is_long(prompt))
         try:
             return await self._prompt_token_ids(checked, validation.MAX_TOKENIZED)
         except TooManyTokensError as error:
@@ -452,7 +452,7 @@ class Intake:
             validation.check_token_ids("token_ids", ids, vocab_size)
             return self.model.tokenizer.decode(ids, include_special=include_special)
 
-        return await aside.done(decode, is_long=len(token_ids) > aside.INLINE_TOKENS)
+        return await aside.run(decode, is_long=len(token_ids) > aside.INLINE_TOKENS)
 
 
 def _is_long(prompt: str | abc.Sequence[int] | validation.Conversation | None) -> bool:

@@ -69,7 +69,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 while news := await call.news():
                     for item in news:
                         is_long = num_numbers(item) > INLINE_NUMBERS
-                        event = await aside.done(partial(wire.event, item), is_long=is_long)
+                        event = await aside.run(partial(wire.event, item), is_long=is_long)
                         await guard.write(context.write(event))
 
     async def Complete(
@@ -85,7 +85,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             async with self._call(request, context, caller) as call:
                 await call.until_taken_in()
                 await call.until_ended()
-                return await aside.done(partial(wire.response, call.logs[0]), is_long=call.is_long)
+                return await aside.run(partial(wire.response, call.logs[0]), is_long=call.is_long)
 
     @contextlib.asynccontextmanager
     async def _call(
@@ -95,7 +95,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         received_at = time.monotonic()
         remaining_seconds = context.time_remaining()
         body = wire.body(request)
-        digest = await aside.done(
+        digest = await aside.run(
             lambda: hashlib.sha256(body).digest(), is_long=len(body) > aside.INLINE_BYTES
         )
         arrival = Arrival(
@@ -121,7 +121,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 wire.text_or_chat(request), partial(wire.refuse_unknown_fields, request)
             )
             max_total_tokens = self._intake.welcome().max_total_tokens
-            return await aside.done(
+            return await aside.run(
                 partial(wire.tokenized, token_ids, max_total_tokens),
                 is_long=len(token_ids) > aside.INLINE_TOKENS,
             )

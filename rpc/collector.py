@@ -12,8 +12,8 @@ import gc
 YOUNG, MIDDLE, OLD = 5_000, 1_000, 1_000_000
 
 
-def settle() -> None:
-    """Called once, when everything is loaded."""
+def configure() -> None:
+    """Called once, when everything is loaded: freezes it, and sets the thresholds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, OLD)

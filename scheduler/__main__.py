@@ -79,7 +79,7 @@ async def _serve(settings: SchedulerSettings, tracer: Tracer | None) -> int:
         lease = Lease(settings.name, settings.lease_seconds)
         leadership = Leadership(lease, LeaseFile(Path(settings.lease)), loop, lead)
 
-    collector.settle()
+    collector.configure()
 
     async def background() -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -84,7 +84,7 @@ class Summary:
 
 def settle() -> None:
     """For a process that only simulates: its collector hurries no more than the server's does."""
-    collector.settle()
+    collector.configure()
 
 
 def simulate(

@@ -197,7 +197,7 @@ class HttpApp:
             if not asked.stream:
                 await call.until_ended()
                 is_long = call.is_long
-                body = await aside.done(lambda: encoded(answer.whole(), is_long=is_long), is_long=is_long)
+                body = await aside.run(lambda: encoded(answer.whole(), is_long=is_long), is_long=is_long)
                 await exchange.answer_encoded(body, headers=headers)
                 return
             async with StallGuard(self.client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
@@ -327,11 +327,11 @@ async def _told(answer: Answer, news: list[News]) -> bytes:
     def tell() -> bytes:
         return b"".join(event(chunk, is_long=is_long) for chunk in answer.chunks(news))
 
-    return await aside.done(tell, is_long=is_long)
+    return await aside.run(tell, is_long=is_long)
 
 
 async def _answer_aside(exchange: Exchange, value: dict[str, Any], *, is_long: bool) -> None:
-    body = await aside.done(lambda: encoded(value, is_long=is_long), is_long=is_long)
+    body = await aside.run(lambda: encoded(value, is_long=is_long), is_long=is_long)
     await exchange.answer_encoded(body)
 
 
@@ -344,7 +344,7 @@ async def _digest(body: list[bytes]) -> bytes:
             hashed.update(piece)
         return hashed.digest()
 
-    return await aside.done(digest, is_long=sum(map(len, body)) > aside.INLINE_BYTES)
+    return await aside.run(digest, is_long=sum(map(len, body)) > aside.INLINE_BYTES)
 
 
 class _Endpoint:
