@@ -36,7 +36,10 @@ class TextStream:
         """The stop string that has completed, be it in `push` or in `finish`."""
 
     def push(self, token_ids: Iterable[int]) -> Piece:
-        """Take in the next ids; returns the text that is now certain."""
+        """Take in the next ids, up to a match; returns the text that is now certain.
+
+        It serves tests: the router's loop over ids is `request_log`'s, which has more to do for each.
+        """
         texts = []
         num_tokens = 0
         for token_id in token_ids:
@@ -47,7 +50,7 @@ class TextStream:
         return Piece("".join(texts), num_tokens, self.matched)
 
     def push_one(self, token_id: int) -> str:
-        """The same for one id, without more words: this is done for every token."""
+        """Take in the next id; returns the text that is now certain. This is done for every token."""
         text, self.matched = self._stops.push(self._detokenizer.push((token_id,)))
         return text
 
