@@ -75,7 +75,7 @@ class SchedulerPool:
             client.on_changed = self._settle
             members.setdefault(client.shard, []).append(client)
         self._shards = [Shard(name, clients_of_it) for name, clients_of_it in members.items()]
-        self._holders: dict[RequestLog, SchedulerClient] = {}
+        self._client_of: dict[RequestLog, SchedulerClient] = {}
 
     @property
     def refusal(self) -> str | None:
@@ -142,21 +142,21 @@ class SchedulerPool:
         Raises RequestError, UNAVAILABLE, when requests are not taken there any more.
         """
         scheduler.submit(request, wake)
-        self._holders[request] = scheduler
+        self._client_of[request] = scheduler
 
     def release(self, request: RequestLog, end: End) -> None:
         """Lets a request go: choices that have not ended end with `end`, and their scheduler is told."""
-        holder = self._holders.pop(request, None)
-        if holder is not None:
-            holder.release(request, end)
+        client = self._client_of.pop(request, None)
+        if client is not None:
+            client.release(request, end)
 
     def supersede(self, request: RequestLog, successor: SchedulerClient) -> None:
         """Lets a request go that a newer log of it, about to be submitted to `successor`, goes on with."""
-        holder = self._holders.pop(request, None)
-        if holder is successor:
-            holder.hand_over(request)
-        elif holder is not None:
-            holder.abandon(request)
+        client = self._client_of.pop(request, None)
+        if client is successor:
+            client.hand_over(request)
+        elif client is not None:
+            client.abandon(request)
 
     def _settle(self) -> None:
         """Brings every request that waits at a scheduler in vain to one that serves."""

@@ -53,8 +53,8 @@ _IDS_AT_ONCE: Final = 16_384
 _T = TypeVar("_T")
 
 
-class Call(Protocol):
-    """One call of a tool, in whatever form the caller holds it."""
+class SentToolCall(Protocol):
+    """One call of a tool that a client sent back, in whatever form the caller holds it."""
 
     @property
     def id(self) -> str:
@@ -85,7 +85,7 @@ class Turn(Protocol):
         """The speaker's name; may be empty."""
 
     @property
-    def tool_calls(self) -> abc.Sequence[Call]:
+    def tool_calls(self) -> abc.Sequence[SentToolCall]:
         """The tools that an assistant's turn called."""
 
     @property
