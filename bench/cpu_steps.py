@@ -20,8 +20,9 @@ import torch
 from bench import machine_limit
 from executor.inputs import SampleRow, StepInputs, build_inputs
 from executor.kernels.library import Kind
+from executor.plan import SamplingParams
+from executor.rows import Row
 from executor.runner import ModelRunner
-from executor.sequences import Row, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from bench.peer_models import folder_in_bfloat16
 from executor.inputs import build_inputs
+from executor.plan import SamplingParams
+from executor.rows import Row
 from executor.runner import ModelRunner
-from executor.sequences import Row, SamplingParams
 
 NUM_TOP = 20
 CONTEXT = 250

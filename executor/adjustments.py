@@ -8,13 +8,12 @@ same whether it ran in one piece or was preempted, moved and resumed. Pure numpy
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from executor.sequences import SamplingParams
+from executor.plan import SamplingParams
 
 _NO_IDS: Final = np.empty(0, dtype=np.int64)
 
@@ -78,9 +77,7 @@ class Adjustment:
         "seen",
     )
 
-    def __init__(
-        self, params: "SamplingParams", prompt_ids: Sequence[int], output_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         self.bias_ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
         self.repetition_penalty = params.repetition_penalty
@@ -100,7 +97,7 @@ class Adjustment:
 
 
 def adjustment_of(
-    params: "SamplingParams", prompt_ids: Sequence[int], output_ids: Sequence[int]
+    params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int]
 ) -> Adjustment | None:
     """What `params` changes of the logits after these tokens; None when it changes nothing."""
     changes = (

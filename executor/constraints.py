@@ -15,7 +15,7 @@ chosen when nothing can follow. Must not know: plans, protos, tensors.
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -179,6 +179,10 @@ class Matcher:
                 reason = "nothing can match it"
             raise ConstraintError(f"the constraint cannot be kept to: {reason}")
         return allowed
+
+
+MatcherOf = Callable[[Constraint, Sequence[int]], Matcher]
+"""What may follow output ids under a constraint."""
 
 
 class _Vocabulary:

@@ -19,8 +19,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from executor.constraints import MatcherOf
 from executor.inputs import SampleRow, StepBatch, StepInputs, build_inputs
-from executor.sequences import BatchPlan, MatcherOf, PromptLogprobs, Sampled, SequenceTable, StepResult
+from executor.plan import BatchPlan, PromptLogprobs, StepResult
+from executor.rows import Sampled
+from executor.sequences import SequenceTable
 
 T = TypeVar("T")
 

@@ -18,7 +18,8 @@ from executor.accelerator import Accelerator, DeviceMemory
 from executor.adjustments import adjustment_of
 from executor.inputs import StepBatch, build_inputs
 from executor.model.errors import ModelError
-from executor.sequences import Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Row
 
 GIB = 2**30
 

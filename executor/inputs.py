@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from executor.adjustments import Adjustment
 from executor.constraints import Matcher
-from executor.sequences import PromptStretch, Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import PromptStretch, Row
 
 
 @dataclass(frozen=True, slots=True)

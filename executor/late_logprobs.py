@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.logprobs import IMPOSSIBLE
-from executor.sequences import TokenLogprobs
+from executor.plan import TokenLogprobs
 
 
 def asked(table: Tensor, token_ids: Tensor, most: int) -> dict[str, Tensor]:

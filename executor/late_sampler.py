@@ -20,7 +20,8 @@ from torch import Tensor
 from executor import late_logprobs, logprobs, sampler
 from executor.inputs import SampleRow
 from executor.philox import uniforms
-from executor.sequences import Sampled, TokenLogprobs
+from executor.plan import TokenLogprobs
+from executor.rows import Sampled
 
 PREFIX: Final = "sample "
 """Of the names of our arrays among a step's."""

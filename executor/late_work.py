@@ -16,7 +16,9 @@ from typing import Any
 
 from executor.device import Later, Pipeline, Runner, StepTimings, fault_of
 from executor.inputs import build_inputs
-from executor.sequences import BatchPlan, Flight, PlanError, Sampled, SequenceTable, StepResult
+from executor.plan import BatchPlan, StepResult
+from executor.rows import Sampled
+from executor.sequences import Flight, PlanError, SequenceTable
 
 Outcome = tuple[StepResult, StepTimings]
 

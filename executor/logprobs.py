@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from executor.inputs import Scored
-from executor.sequences import PromptLogprobs, TokenLogprobs
+from executor.plan import PromptLogprobs, TokenLogprobs
 
 IMPOSSIBLE: Final = -9999.0
 """Stands for minus infinity where a prompt has a token that the model holds impossible."""

@@ -38,7 +38,8 @@ from executor.operations.base import StepTensors
 from executor.operations.plain import PlainOperations
 from executor.parallel.ranks import Alone, Ranks
 from executor.parcel import Parcel
-from executor.sequences import IN_FLIGHT, PromptLogprobs, Sampled
+from executor.plan import PromptLogprobs
+from executor.rows import IN_FLIGHT, Sampled
 from executor.staging import Staging, StepArrays, arrays_of
 
 BEGUN: Final = "begun"

@@ -43,7 +43,8 @@ from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
 from executor.parallel.ranks import Alone, Ranks
 from executor.pipeline import LateOutput, Pipeline
-from executor.sequences import PromptLogprobs, Row, Sampled, SamplingParams
+from executor.plan import PromptLogprobs, SamplingParams
+from executor.rows import Row, Sampled
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (

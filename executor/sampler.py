@@ -37,7 +37,8 @@ from executor.adjustments import Adjustment
 from executor.constraints import ConstraintError
 from executor.inputs import SampleRow
 from executor.philox import uniforms
-from executor.sequences import NOT_FINITE, Sampled, TokenLogprobs
+from executor.plan import TokenLogprobs
+from executor.rows import NOT_FINITE, Sampled
 
 ALL_MASKED = "every token is excluded for this sequence: none can be chosen"
 

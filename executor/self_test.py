@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from executor.inputs import StepInputs, build_inputs
-from executor.sequences import Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Row
 
 NUM_TOKENS: Final = 35
 """More than the rows of one product, and no round number of them."""

@@ -13,238 +13,33 @@ go on.
 Must not know: protos, torch, streams, clocks, other schedulers. It never chooses or frees a block.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from executor.adjustments import Adjustment, adjustment_of
-from executor.constraints import Constraint, Matcher
-from executor.stopping import FinishReason, StopRule, end_token_ids
-
-INVALID_ARGUMENT: Final = 3
-"""gRPC status code: the request itself cannot be computed."""
-INTERNAL: Final = 13
-"""gRPC status code: the computation went wrong."""
-NOT_FINITE: Final = (
-    "the model's logits for this sequence are not numbers (NaN or infinite): it cannot be continued"
+from executor.constraints import Matcher, MatcherOf
+from executor.plan import (
+    INTERNAL,
+    INVALID_ARGUMENT,
+    BatchPlan,
+    FinishedSequence,
+    NewSequence,
+    PromptLogprobs,
+    SamplingParams,
+    SequenceError,
+    StepResult,
+    TokenLogprobs,
 )
-
-IN_FLIGHT: Final = -1
-"""Stands for a token that is sampled and not known here yet: the device has it."""
-MAX_LOGPROBS: Final = 20
-"""Most alternatives a request may ask for."""
-MAX_TEMPERATURE: Final = 100
-"""Far above it, a logit of minus infinity would be divided to a NaN, and a banned token could be drawn."""
-MAX_REPETITION_PENALTY: Final = 100
-MAX_PENALTY: Final = 2
-"""Of the presence and frequency penalties, either way."""
-MAX_BIAS: Final = 100
-"""Either way."""
+from executor.request_faults import request_fault
+from executor.rows import IN_FLIGHT, NOT_FINITE, PromptStretch, Row, Sampled
+from executor.stopping import FinishReason, StopRule, end_token_ids
 
 
 class PlanError(ValueError):
     """The plan and this executor disagree. The epoch is over; the text is a sentence for operators."""
-
-
-# --- what crosses the protocol, as local types ------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How one sequence's next token is chosen and when it ends. Defaults mean *off*.
-
-    Attributes:
-        temperature: divides the logits; 0 is greedy.
-        top_p: smallest set of tokens whose probability reaches this; 1 is off.
-        top_k: this many most likely tokens; 0 is off.
-        min_p: drop tokens less likely than this share of the most likely one; 0 is off.
-        seed: key of the random numbers, any signed 64-bit integer.
-        max_tokens: most output tokens, those before a preemption included.
-        min_tokens: no end token before this many output tokens.
-        ignore_eos: go on past the model's end tokens.
-        stop_token_ids: ids that end the sequence.
-        logprobs: None for no log-probabilities, else how many alternatives beside the chosen token.
-        prompt_logprobs: the same for the tokens of the prompt, where `prompt_logprobs_from` asks for them.
-        repetition_penalty: divides or multiplies the logits of tokens in prompt or output; 1 is off.
-        presence_penalty, frequency_penalty: taken off for tokens in the output; 0 is off.
-        logit_bias: pairs of token id and what is added to its logit.
-        allowed_token_ids: no other may be chosen; empty is off.
-        banned_token_ids: may not be chosen.
-        constraint: what the output must match; None for nothing.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: frozenset[int] = frozenset()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: frozenset[int] = frozenset()
-    banned_token_ids: frozenset[int] = frozenset()
-    constraint: Constraint | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NewSequence:
-    """A sequence the executor has not seen, or has forgotten.
-
-    `prompt_logprobs_from` is the first position whose log-probability is wanted; None for none. `unsupported`
-    names the options its request sets and this executor does not serve. `traceparent` names the span that its
-    computation is part of; empty for none.
-    """
-
-    seq_id: int
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    block_ids: tuple[int, ...]
-    params: SamplingParams
-    unsupported: tuple[str, ...] = ()
-    prompt_logprobs_from: int | None = None
-    traceparent: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """One iteration (vLLM: SchedulerOutput). Position i of `seq_ids` and `num_tokens` is one row."""
-
-    epoch: int
-    step_id: int
-    acked_step_id: int = 0
-    released_seq_ids: tuple[int, ...] = ()
-    admitted: tuple[NewSequence, ...] = ()
-    seq_ids: tuple[int, ...] = ()
-    num_tokens: tuple[int, ...] = ()
-    grown_seq_ids: tuple[int, ...] = ()
-    num_new_blocks: tuple[int, ...] = ()
-    new_block_ids: tuple[int, ...] = ()
-    positions_sum: int = 0
-    reserved: tuple[str, ...] = ()
-    """Names of reserved fields that are set; a plan with any is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """How likely one token was, natural logarithm of the model's raw distribution."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_token_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of a stretch of one sequence's prompt, one for each position in order."""
-
-    seq_id: int
-    first_position: int
-    tokens: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What the sampler chose for S rows. Where `errors` holds a sentence, the token id means nothing."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
-    errors: list[str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedSequence:
-    """A sequence that ended, and with STOP the end token or stop id that did it."""
-
-    seq_id: int
-    reason: FinishReason
-    matched_token_id: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceError:
-    """A sequence that could not be computed: a sentence and the gRPC status code for its client."""
-
-    seq_id: int
-    message: str
-    status_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one plan brought. Rows in the plan's order; a row that erred or was a ghost's is in no column."""
-
-    epoch: int
-    step_id: int
-    seq_ids: tuple[int, ...] = ()
-    num_sampled: tuple[int, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
-    """Pairs of seq_id and the log-probabilities of its new token."""
-    finished: tuple[FinishedSequence, ...] = ()
-    errors: tuple[SequenceError, ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-
-
-# --- the table ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PromptStretch:
-    """Tokens of a prompt whose log-probabilities a row brings: their distributions are computed in it.
-
-    Attributes:
-        seq_id: whose.
-        first_position: position of the first of them in the prompt, >= 1.
-        token_ids: the tokens.
-        num_top: alternatives wanted beside each.
-    """
-
-    seq_id: int
-    first_position: int
-    token_ids: list[int]
-    num_top: int
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's part in a step, ready to compute.
-
-    Attributes:
-        seq_id: whose.
-        token_ids: the tokens to compute; the last may be IN_FLIGHT.
-        first_position: position of the first of them.
-        block_ids: int32, the sequence's whole block table.
-        params: how its next token is chosen.
-        output_index: which output token it samples (0 is the first); None when known tokens remain after it.
-        masked_ids: ids that may not be chosen.
-        adjustment: what else its request changes of the logits, as of the tokens known now; None for nothing.
-        scored: the stretch of its prompt whose log-probabilities are wanted; None for none.
-        matcher: what may be chosen at all; None for anything.
-    """
-
-    seq_id: int
-    token_ids: list[int]
-    first_position: int
-    block_ids: NDArray[np.int32]
-    params: SamplingParams
-    output_index: int | None
-    masked_ids: tuple[int, ...]
-    adjustment: Adjustment | None = None
-    scored: PromptStretch | None = None
-    matcher: Matcher | None = None
 
 
 @dataclass(slots=True)
@@ -304,10 +99,6 @@ class _IdSet:
         return not bits >> bit & 1
 
 
-MatcherOf = Callable[[Constraint, Sequence[int]], Matcher]
-"""What may follow output ids under a constraint."""
-
-
 class SequenceTable:
     """All sequences of one epoch: `apply` a plan, compute its rows, `commit` what was sampled.
 
@@ -344,7 +135,7 @@ class SequenceTable:
         max_num_batched_tokens: int,
         max_seq_len: int,
         vocab_size: int,
-        eos_token_ids: Iterable[int],
+        eos_token_ids: abc.Iterable[int],
         matcher_of: MatcherOf | None = None,
     ) -> None:
         """`matcher_of` is None where outputs cannot be constrained."""
@@ -394,9 +185,9 @@ class SequenceTable:
     def commit(
         self,
         plan: BatchPlan,
-        sampled_seq_ids: Sequence[int],
+        sampled_seq_ids: abc.Sequence[int],
         sampled: Sampled,
-        prompt_logprobs: Sequence[PromptLogprobs] = (),
+        prompt_logprobs: abc.Sequence[PromptLogprobs] = (),
     ) -> StepResult:
         """Take in what the step sampled, end what has ended, and say so.
 
@@ -418,9 +209,9 @@ class SequenceTable:
     def settle(
         self,
         flight: Flight,
-        sampled_seq_ids: Sequence[int],
+        sampled_seq_ids: abc.Sequence[int],
         sampled: Sampled,
-        prompt_logprobs: Sequence[PromptLogprobs] = (),
+        prompt_logprobs: abc.Sequence[PromptLogprobs] = (),
     ) -> StepResult:
         """Take in what a step sampled, end what has ended, and say so. Flights settle in their order."""
         index_of = {seq_id: i for i, seq_id in enumerate(sampled_seq_ids)}
@@ -550,7 +341,7 @@ class SequenceTable:
         assert self._matcher_of is not None, "a fault of the request otherwise"
         return self._matcher_of(new.params.constraint, new.token_ids[new.num_prompt_tokens :])
 
-    def _check_blocks(self, seq_id: int, block_ids: Sequence[int]) -> None:
+    def _check_blocks(self, seq_id: int, block_ids: abc.Sequence[int]) -> None:
         for block_id in block_ids:
             if not 0 <= block_id < self._num_blocks:
                 raise PlanError(
@@ -656,92 +447,3 @@ def _check_columns(plan: BatchPlan) -> None:
             f"num_new_blocks add up to {sum(plan.num_new_blocks)}; "
             f"new_block_ids has {len(plan.new_block_ids)} entries"
         )
-
-
-def request_fault(new: NewSequence, *, vocab_size: int, max_seq_len: int) -> str | None:
-    """Why this one request cannot be computed, as a sentence for its client; None when it can.
-
-    The router refuses all of this at its door. It is checked again where a wrong number would index a tensor
-    or poison a batch that others share.
-    """
-    if new.unsupported:
-        return f"{', '.join(new.unsupported)} is not supported by this executor"
-    if not new.token_ids:
-        return "the prompt is empty; at least one token is needed"
-    if max(new.token_ids) >= vocab_size or min(new.token_ids) < 0:
-        index = next(i for i, token_id in enumerate(new.token_ids) if not 0 <= token_id < vocab_size)
-        return f"token {index} is {new.token_ids[index]}; token ids are 0 to {vocab_size - 1}"
-    if len(new.token_ids) >= max_seq_len:
-        return (
-            f"the sequence has {len(new.token_ids)} tokens; it must leave room for one more "
-            f"in the {max_seq_len} this executor can take"
-        )
-    return _params_fault(new, vocab_size)
-
-
-def _params_fault(new: NewSequence, vocab_size: int) -> str | None:
-    params = new.params
-    num_output = len(new.token_ids) - new.num_prompt_tokens
-    # Written so that NaN, for which every comparison is false, breaks the rule.
-    rules = (
-        (
-            params.constraint is None or not params.ignore_eos,
-            "ignore_eos is set, and a constrained output ends with an end token",
-        ),
-        (params.max_tokens >= 1, f"max_tokens is {params.max_tokens}; it must be at least 1"),
-        (
-            num_output < params.max_tokens,
-            f"max_tokens is {params.max_tokens} and {num_output} output tokens are known already",
-        ),
-        (
-            0 <= params.min_tokens <= params.max_tokens,
-            f"min_tokens is {params.min_tokens}; it must be 0 to max_tokens, {params.max_tokens}",
-        ),
-        (
-            0 <= params.temperature <= MAX_TEMPERATURE,
-            f"temperature is {params.temperature}; it must be 0 to {MAX_TEMPERATURE}",
-        ),
-        (0 < params.top_p <= 1, f"top_p is {params.top_p}; it must be above 0 and at most 1"),
-        (0 <= params.min_p <= 1, f"min_p is {params.min_p}; it must be 0 to 1"),
-        (params.top_k >= 0, f"top_k is {params.top_k}; it must be 0 (off) or more"),
-    )
-    broken = next((sentence for holds, sentence in rules if not holds), None)
-    return broken or _logprobs_fault(params) or _adjustment_fault(params) or _ids_fault(params, vocab_size)
-
-
-def _logprobs_fault(params: SamplingParams) -> str | None:
-    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if count is not None and not 0 <= count <= MAX_LOGPROBS:
-            return f"{name} is {count}; it must be 0 to {MAX_LOGPROBS}"
-    return None
-
-
-def _adjustment_fault(params: SamplingParams) -> str | None:
-    repetition = params.repetition_penalty
-    if not 0 < repetition <= MAX_REPETITION_PENALTY:
-        return f"repetition_penalty is {repetition}; it must be above 0 and at most {MAX_REPETITION_PENALTY}"
-    for name, penalty in (
-        ("presence_penalty", params.presence_penalty),
-        ("frequency_penalty", params.frequency_penalty),
-    ):
-        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
-            return f"{name} is {penalty}; it must be {-MAX_PENALTY} to {MAX_PENALTY}"
-    for token_id, bias in params.logit_bias:
-        if not -MAX_BIAS <= bias <= MAX_BIAS:
-            return f"logit_bias of token {token_id} is {bias}; it must be {-MAX_BIAS} to {MAX_BIAS}"
-    if params.allowed_token_ids and params.allowed_token_ids <= params.banned_token_ids:
-        return "every one of allowed_token_ids is banned: no token is left to choose"
-    return None
-
-
-def _ids_fault(params: SamplingParams, vocab_size: int) -> str | None:
-    for name, token_ids in (
-        ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
-        ("allowed_token_ids", params.allowed_token_ids),
-        ("banned_token_ids", params.banned_token_ids),
-    ):
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                return f"{name} holds {token_id}; token ids are 0 to {vocab_size - 1}"
-    return None

@@ -20,7 +20,8 @@ from executor.device import DeviceThread, EpochWork, Later, Runner, StepTimings
 from executor.late_work import LateEpochWork
 from executor.metrics import ExecutorMetrics
 from executor.model import ModelError
-from executor.sequences import BatchPlan, PlanError, SequenceTable, StepResult
+from executor.plan import BatchPlan, StepResult
+from executor.sequences import PlanError, SequenceTable
 from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Superseded
 from executor.traces import StepTraces
 from protos.v1 import executor_pb2, executor_pb2_grpc

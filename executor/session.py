@@ -19,7 +19,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from executor.sequences import BatchPlan
+from executor.plan import BatchPlan
 
 R = TypeVar("R")
 

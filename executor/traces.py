@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from executor.device import StepTimings
-from executor.sequences import BatchPlan, StepResult
+from executor.plan import BatchPlan, StepResult
 from rpc.tracing import Span, Tracer
 
 MAX_LINKS: Final = 64  # of a step: more than anybody follows

@@ -7,7 +7,7 @@ from typing import Final
 
 from executor.constraints import Choice, Constraint, JsonSchema, Regex
 from executor.device import Runner, StepTimings
-from executor.sequences import BatchPlan, NewSequence, SamplingParams, StepResult, TokenLogprobs
+from executor.plan import BatchPlan, NewSequence, SamplingParams, StepResult, TokenLogprobs
 from executor.stopping import FinishReason
 from protos.v1 import common_pb2, executor_pb2
 from rpc.version import version

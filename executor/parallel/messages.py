@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from executor.inputs import Scored, StepInputs
-from executor.sequences import PromptStretch
+from executor.rows import PromptStretch
 
 _HEAD: Final = np.dtype(np.int64)
 _HEAD_LENGTH: Final = 8

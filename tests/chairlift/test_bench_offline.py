@@ -24,7 +24,7 @@ def requests(*pairs: tuple[list[int], int]) -> dict[str, Any]:
 
 
 def test_results_stand_in_the_order_of_the_requests_and_are_the_models_own(tmp_path: Path) -> None:
-    from executor.sequences import SamplingParams
+    from executor.plan import SamplingParams
     from tests.executor.numerics import load
 
     folder = tiny_model.build(tmp_path / "tiny")

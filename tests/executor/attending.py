@@ -8,7 +8,8 @@ from executor.attention.reference import ReferenceAttention
 from executor.inputs import StepInputs, build_inputs
 from executor.kv_cache import KVCache
 from executor.model.config import LayerKind, ModelConfig, Rope
-from executor.sequences import Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Row
 from executor.staging import on_device
 from tests.rig import attention_oracle
 

@@ -9,8 +9,9 @@ import pytest
 from executor import runner as runner_module
 from executor.device import EpochWork, Later
 from executor.late_work import LateEpochWork
+from executor.plan import BatchPlan, NewSequence, SamplingParams, StepResult
 from executor.runner import ModelRunner
-from executor.sequences import BatchPlan, NewSequence, SamplingParams, SequenceTable, StepResult
+from executor.sequences import SequenceTable
 from tests.rig.fake_device import FakeDevice
 
 BLOCK_SIZE = 16

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from executor.inputs import build_inputs
+from executor.plan import SamplingParams
+from executor.rows import Row
 from executor.runner import ModelRunner
-from executor.sequences import Row, SamplingParams
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from executor.attention.reference import ReferenceAttention
 from executor.inputs import build_inputs
-from executor.sequences import Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Row
 from executor.staging import on_device
 from tests.executor.attending import cache_for, relative_error, run, spec, step_inputs
 from tests.rig import attention_oracle

@@ -17,8 +17,9 @@ from executor.attention.flash2 import Flash2Attention
 from executor.attention.flash3 import Flash3Attention
 from executor.captured import captured_sizes, padded
 from executor.inputs import StepBatch, StepInputs, build_inputs
+from executor.plan import SamplingParams
+from executor.rows import IN_FLIGHT, Row
 from executor.runner import ModelRunner
-from executor.sequences import IN_FLIGHT, Row, SamplingParams
 from tests.executor.late import load_late
 from tests.rig import fake_flash
 from tests.rig.fake_device import FakeDevice, as_one_kernel

@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 
 from executor.device import DeviceThread, EpochWork, Later, StepTimings
-from executor.sequences import BatchPlan, NewSequence, SamplingParams, SequenceTable
+from executor.plan import BatchPlan, NewSequence, SamplingParams
+from executor.sequences import SequenceTable
 from tests.rig.scripted_executor import Script, ScriptedRunner
 
 

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.inputs import build_inputs
-from executor.sequences import Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Row
 
 PARAMS = SamplingParams(max_tokens=8)
 

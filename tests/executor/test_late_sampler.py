@@ -12,7 +12,8 @@ from executor.adjustments import adjustment_of
 from executor.constraints import ConstraintError
 from executor.inputs import SampleRow
 from executor.parcel import Parcel
-from executor.sequences import Sampled, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Sampled
 from executor.staging import Staging
 from tests.rig.fake_device import FakeDevice, Recording
 

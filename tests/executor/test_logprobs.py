@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from executor import logprobs
 from executor.inputs import Scored
-from executor.sequences import PromptLogprobs, PromptStretch
+from executor.plan import PromptLogprobs
+from executor.rows import PromptStretch
 
 INF = math.inf
 

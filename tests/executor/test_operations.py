@@ -19,7 +19,8 @@ from executor.kv_cache import layers_of
 from executor.operations.base import Activation, Norm, Operations, StepTensors
 from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
-from executor.sequences import Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Row
 from tests.executor import attending
 from tests.rig import attention_oracle
 

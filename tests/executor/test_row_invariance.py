@@ -10,8 +10,9 @@ import torch
 
 from executor import self_test
 from executor.inputs import StepInputs, build_inputs
+from executor.plan import SamplingParams, TokenLogprobs
+from executor.rows import Row
 from executor.runner import ModelRunner
-from executor.sequences import Row, SamplingParams, TokenLogprobs
 from tests.executor.numerics import load, logits_by_steps, one_shot_logits
 from tests.rig import tiny_model
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from executor import sampler
 from executor.inputs import SampleRow
-from executor.sequences import Sampled, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Sampled
 
 torch.set_num_threads(1)
 

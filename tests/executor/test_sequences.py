@@ -7,21 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.sequences import (
+from executor.plan import (
     INTERNAL,
     INVALID_ARGUMENT,
-    NOT_FINITE,
     BatchPlan,
     FinishedSequence,
     NewSequence,
-    PlanError,
     PromptLogprobs,
-    Sampled,
     SamplingParams,
-    SequenceTable,
     StepResult,
     TokenLogprobs,
 )
+from executor.rows import NOT_FINITE, Sampled
+from executor.sequences import PlanError, SequenceTable
 from executor.stopping import FinishReason
 
 EOS = 9

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from executor.sequences import BatchPlan
+from executor.plan import BatchPlan
 from executor.session import Answer, Broken, Held, NotOpen, Pending, Run, Session, Superseded
 
 WINDOW = 2

@@ -2,15 +2,8 @@ import itertools
 from dataclasses import replace
 
 from executor.device import StepTimings
-from executor.sequences import (
-    BatchPlan,
-    FinishedSequence,
-    FinishReason,
-    NewSequence,
-    SamplingParams,
-    SequenceError,
-    StepResult,
-)
+from executor.plan import BatchPlan, FinishedSequence, NewSequence, SamplingParams, SequenceError, StepResult
+from executor.sequences import FinishReason
 from executor.traces import MAX_LINKS, StepTraces
 from tests.rig import spans
 from tests.rig.spans import Recorder, parent_of, told

@@ -2,7 +2,7 @@ import pytest
 
 from executor import wire
 from executor.device import StepTimings
-from executor.sequences import (
+from executor.plan import (
     FinishedSequence,
     NewSequence,
     SamplingParams,

@@ -17,7 +17,8 @@ from executor.inputs import StepInputs, build_inputs
 from executor.kernels.library import fastest
 from executor.kv_cache import LayerCache, layers_of
 from executor.operations.cpu import CpuOperations
-from executor.sequences import Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Row
 from executor.staging import on_device
 from tests.gpu.machine import Machine, Report, WrongError
 

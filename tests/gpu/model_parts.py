@@ -22,8 +22,9 @@ from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
 from executor.philox import philox4x32
 from executor.pipeline import Pipeline
+from executor.plan import SamplingParams
+from executor.rows import IN_FLIGHT, Row
 from executor.runner import BACKENDS
-from executor.sequences import IN_FLIGHT, Row, SamplingParams
 from executor.staging import Staging, StepArrays, arrays_of
 from tests.gpu.machine import Machine, Report, WrongError
 

@@ -29,16 +29,8 @@ import numpy as np
 from executor import servicer
 from executor.device import EpochWork, StepTimings
 from executor.inputs import SampleRow, StepInputs
-from executor.sequences import (
-    BatchPlan,
-    NewSequence,
-    PromptLogprobs,
-    PromptStretch,
-    Sampled,
-    SamplingParams,
-    StepResult,
-    TokenLogprobs,
-)
+from executor.plan import BatchPlan, NewSequence, PromptLogprobs, SamplingParams, StepResult, TokenLogprobs
+from executor.rows import PromptStretch, Sampled
 from rpc import log, server
 from rpc.settings import ServiceSettings
 from tests.rig.service_process import ServiceProcess

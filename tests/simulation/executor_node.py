@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from executor import wire
 from executor.device import EpochWork, StepTimings
-from executor.sequences import BatchPlan, SequenceTable
+from executor.plan import BatchPlan
+from executor.sequences import SequenceTable
 from executor.session import Answer, Held, NotOpen, Run, Session, Superseded
 from protos.v1 import common_pb2, executor_pb2
 from tests.rig.scripted_executor import Script, ScriptedRunner

@@ -14,7 +14,8 @@ from executor.model import ModelError
 from executor.parallel.errors import RankLostError
 from executor.parallel.group import FRAME_BYTES, Group
 from executor.parallel.place import Place
-from executor.sequences import Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import Row
 
 WIDTH = 48
 PLACES = (0, 5, 63)

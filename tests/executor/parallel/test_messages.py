@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from executor.inputs import build_inputs
 from executor.parallel.messages import packed, unpacked
-from executor.sequences import PromptStretch, Row, SamplingParams
+from executor.plan import SamplingParams
+from executor.rows import PromptStretch, Row
 
 BLOCK_SIZE = 16
 

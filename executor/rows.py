@@ -1,0 +1,77 @@
+"""What a step is for the model: the rows it computes, and what the sampler chose for them.
+
+`sequences` makes rows of a plan and takes in what was sampled; `inputs` makes arrays of rows. Pure data. It
+must not know which sequences there are.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor.adjustments import Adjustment
+from executor.constraints import Matcher
+from executor.plan import SamplingParams, TokenLogprobs
+
+NOT_FINITE: Final = (
+    "the model's logits for this sequence are not numbers (NaN or infinite): it cannot be continued"
+)
+"""What `Sampled.errors` says of such a row."""
+IN_FLIGHT: Final = -1
+"""Stands for a token that is sampled and not known here yet: the device has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStretch:
+    """Tokens of a prompt whose log-probabilities a row brings: their distributions are computed in it.
+
+    Attributes:
+        seq_id: whose.
+        first_position: position of the first of them in the prompt, >= 1.
+        token_ids: the tokens.
+        num_top: alternatives wanted beside each.
+    """
+
+    seq_id: int
+    first_position: int
+    token_ids: list[int]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part in a step, ready to compute.
+
+    Attributes:
+        seq_id: whose.
+        token_ids: the tokens to compute; the last may be IN_FLIGHT.
+        first_position: position of the first of them.
+        block_ids: int32, the sequence's whole block table.
+        params: how its next token is chosen.
+        output_index: which output token it samples (0 is the first); None when known tokens remain after it.
+        masked_ids: ids that may not be chosen.
+        adjustment: what else its request changes of the logits, as of the tokens known now; None for nothing.
+        scored: the stretch of its prompt whose log-probabilities are wanted; None for none.
+        matcher: what may be chosen at all; None for anything.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    first_position: int
+    block_ids: NDArray[np.int32]
+    params: SamplingParams
+    output_index: int | None
+    masked_ids: tuple[int, ...]
+    adjustment: Adjustment | None = None
+    scored: PromptStretch | None = None
+    matcher: Matcher | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the sampler chose for S rows. Where `errors` holds a sentence, the token id means nothing."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: list[str | None]
