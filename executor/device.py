@@ -4,8 +4,8 @@ Loading, warming up and every step run here and nowhere else, one after the othe
 answers gRPC and health whatever the device does. A plan that is there already starts the moment the one
 before it ends, without a turn through the event loop.
 
-`Runner`, `Pipeline` and what they return are described here as protocols: `runner` and `pipeline` implement
-them with torch, which this module and its tests do without. `EpochWork.execute` is a whole step, in order.
+`Runner` and `Pipeline` are described here as protocols: `runner` and `pipeline` implement them with torch,
+which this module and its tests do without. `EpochWork.execute` is a whole step, in order.
 
 Must not know: protos, streams, who asked.
 """
@@ -31,64 +31,44 @@ IDLE_SECONDS: Final = 0.5
 """So long without a job is more than a pause between steps, or between the requests of one client."""
 
 
-class Fingerprints(Protocol):
-    """What must agree for two processes' numbers to mean the same; empty strings are not known."""
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """What two processes must share for their numbers to mean the same; "" is *not known*."""
 
-    @property
-    def model(self) -> str:
-        """Digest of the weights."""
-
-    @property
-    def tokenizer(self) -> str:
-        """Digest of the vocabulary."""
-
-    @property
-    def numerics(self) -> str:
-        """What the bits of the logits depend on beside the weights."""
+    model: str
+    """digest of the weights"""
+    tokenizer: str
+    """digest of the vocabulary"""
+    numerics: str
+    """what the bits of the logits depend on beside the weights"""
 
 
-class StepOutput(Protocol):
-    """What the device made of one step."""
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step chose, and the microseconds that the forward pass and the sampling took.
 
-    @property
-    def sampled(self) -> Sampled:
-        """One entry for each sampling row."""
+    `sampled` has one entry for each sampling row. `prompt_logprobs` are those of the stretches that
+    `StepInputs.scored` names, without any that are no numbers; they belong to the forward pass.
+    """
 
-    @property
-    def prompt_logprobs(self) -> Sequence[PromptLogprobs]:
-        """Those of the scored stretches; one that is no number is left out."""
-
-    @property
-    def forward_us(self) -> int:
-        """Microseconds in the model."""
-
-    @property
-    def sample_us(self) -> int:
-        """Microseconds in the sampler."""
+    sampled: Sampled
+    prompt_logprobs: list[PromptLogprobs]
+    forward_us: int
+    sample_us: int
 
 
-class LateOutput(Protocol):
-    """What a step that was waited for has brought."""
+@dataclass(frozen=True, slots=True)
+class LateOutput:
+    """What a step that was waited for later chose, and the device's microseconds.
 
-    @property
-    def sampled(self) -> Sampled:
-        """One entry for each sampling row."""
+    They are those of standing still before it, of the forward pass, and of the sampling.
+    """
 
-    @property
-    def prompt_logprobs(self) -> Sequence[PromptLogprobs]:
-        """As in `StepOutput`."""
-
-    @property
-    def idle_us(self) -> int:
-        """Microseconds that the device stood still before the step."""
-
-    @property
-    def forward_us(self) -> int:
-        """Microseconds of the device in the model."""
-
-    @property
-    def sample_us(self) -> int:
-        """Microseconds of the device in the sampler."""
+    sampled: Sampled
+    prompt_logprobs: list[PromptLogprobs]
+    idle_us: int
+    forward_us: int
+    sample_us: int
 
 
 class Pipeline(Protocol):

@@ -30,6 +30,7 @@ from torch import Tensor
 from executor import late_logprobs, late_sampler, logprobs
 from executor.accelerator import Accelerator, Event
 from executor.captured import CapturedDecode
+from executor.device import LateOutput
 from executor.inputs import StepBatch, StepInputs
 from executor.kv_cache import KVCache, begun_blocks
 from executor.late_sampler import Wishes
@@ -63,17 +64,6 @@ class Launched:
     def wait(self) -> None:
         """Return when its results are on the host."""
         self.ended.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class LateOutput:
-    """What a step chose, and the device's microseconds: standing still before it, forward pass, sampling."""
-
-    sampled: Sampled
-    prompt_logprobs: list[PromptLogprobs]
-    idle_us: int
-    forward_us: int
-    sample_us: int
 
 
 @dataclass(frozen=True, slots=True)

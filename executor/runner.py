@@ -5,7 +5,6 @@ Knows no plan and no sequence: arrays come in (`executor.inputs`), chosen tokens
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +20,7 @@ from executor.attention.flash3 import Flash3Attention
 from executor.attention.paged_triton import TritonAttention
 from executor.attention.reference import ReferenceAttention
 from executor.constraints import Constraint, Constraints, Matcher
+from executor.device import Fingerprints, LateOutput, StepOutput
 from executor.device_memory import check_weights_fit
 from executor.inputs import SampleRow, Scored, StepInputs, build_inputs
 from executor.kernels.build import KernelsUnavailableError
@@ -42,7 +42,7 @@ from executor.operations.cpu import CpuOperations
 from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
 from executor.parallel.ranks import Alone, Ranks
-from executor.pipeline import LateOutput, Pipeline
+from executor.pipeline import Pipeline
 from executor.plan import PromptLogprobs, SamplingParams
 from executor.rows import Row, Sampled
 
@@ -58,29 +58,6 @@ CPU_BLOCK_SIZE: Final = 16
 FEATURES: Final = ("logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists")
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprints:
-    """What two processes must share for their numbers to mean the same; "" is *not known*."""
-
-    model: str
-    tokenizer: str
-    numerics: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step chose, and the microseconds that the forward pass and the sampling took.
-
-    `prompt_logprobs` are those of the stretches that `StepInputs.scored` names, without any that are no
-    numbers; they belong to the forward pass.
-    """
-
-    sampled: Sampled
-    prompt_logprobs: list[PromptLogprobs]
-    forward_us: int
-    sample_us: int
 
 
 class ModelRunner:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from executor.device import StepOutput
 from executor.inputs import build_inputs
 from executor.model import ModelError
 from executor.plan import BatchPlan, NewSequence, SamplingParams
 from executor.rows import Row
-from executor.runner import ModelRunner, StepOutput
+from executor.runner import ModelRunner
 from executor.sequences import SequenceTable
 from tests.executor.numerics import load, one_shot_logits, reference_logits
 from tests.rig import tiny_model

@@ -27,7 +27,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from executor import servicer
-from executor.device import EpochWork, StepTimings
+from executor.device import EpochWork, Fingerprints, StepOutput, StepTimings
 from executor.inputs import SampleRow, StepInputs
 from executor.plan import BatchPlan, NewSequence, PromptLogprobs, SamplingParams, StepResult, TokenLogprobs
 from executor.rows import PromptStretch, Sampled
@@ -182,21 +182,6 @@ def running(
 # --- the process' side ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Fingerprints:
-    model: str
-    tokenizer: str
-    numerics: str = "scripted"
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    sampled: Sampled
-    prompt_logprobs: list[PromptLogprobs]
-    forward_us: int
-    sample_us: int
-
-
 class ScriptedRunner:
     """The runner: a token id in each slot in place of keys and values."""
 
@@ -214,7 +199,7 @@ class ScriptedRunner:
         self.eos_token_ids = script.eos_token_ids
         self.row_invariant = script.row_invariant
         self.features = script.features
-        self.fingerprints = _Fingerprints(script.model_fingerprint, script.tokenizer_fingerprint)
+        self.fingerprints = Fingerprints(script.model_fingerprint, script.tokenizer_fingerprint, "scripted")
         self._slots = np.full(script.num_blocks * script.block_size, -1, dtype=np.int64)
         self._num_steps = 0
         self._faults = {fault.at_step: fault for fault in script.faults}
@@ -243,7 +228,7 @@ class ScriptedRunner:
         elif self._unclaimed:
             self._claimed[key] = self._unclaimed.pop(0)
 
-    def step(self, inputs: StepInputs, sample_rows: Sequence[SampleRow]) -> _Output:
+    def step(self, inputs: StepInputs, sample_rows: Sequence[SampleRow]) -> StepOutput:
         started = time.perf_counter_ns()
         self._num_steps += 1
         fault = self._faults.get(self._num_steps)
@@ -260,7 +245,7 @@ class ScriptedRunner:
         if fault is not None and fault.kind == "nan" and sampled:
             sampled[0] = (0, None, NAN_SENTENCE)
         ended = time.perf_counter_ns()
-        return _Output(
+        return StepOutput(
             Sampled([s[0] for s in sampled], [s[1] for s in sampled], [s[2] for s in sampled]),
             [_prompt_logprobs(scored.stretch) for scored in inputs.scored],
             (forwarded - started) // 1000,
