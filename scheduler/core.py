@@ -337,14 +337,14 @@ class SchedulerCore:
 
     def _clear_the_way(self, state: ExecutorState) -> bool:
         """Preempts whoever must go before the plan is made; False when results must come first (`room`)."""
-        if state.is_draining and not room.move_away(self, state, self._now):
+        if state.is_draining and not room.move_off_draining(self, state, self._now):
             return False
         # Each running sequence takes at most one block a step: with more free ones nobody can be short.
-        if state.blocks.num_free < len(state.running) and not room.make_room(self, state):
+        if state.blocks.num_free < len(state.running) and not room.preempt_for_growth(self, state):
             return False
-        if state.crowded and not room.make_room_within(self, state):
+        if state.crowded and not room.preempt_within_tenants(self, state):
             return False
-        return room.make_way(self, state, self._now)
+        return room.displace_for_next(self, state, self._now)
 
     def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
         """One row for each running sequence with one token to compute; returns those with more."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from scheduler.core import SchedulerCore
 
 
-def make_room(core: "SchedulerCore", state: ExecutorState) -> bool:
+def preempt_for_growth(core: "SchedulerCore", state: ExecutorState) -> bool:
     """Preempts until every decoding sequence can grow.
 
     When nobody may be preempted, those left without a block are put off while the newcomers win their first
@@ -34,7 +34,7 @@ def make_room(core: "SchedulerCore", state: ExecutorState) -> bool:
         _preempt_for_blocks(core, state, seq, "blocks ran out")
 
 
-def make_room_within(core: "SchedulerCore", state: ExecutorState) -> bool:
+def preempt_within_tenants(core: "SchedulerCore", state: ExecutorState) -> bool:
     """Preempts one of each tenant that its own block limit keeps from growing.
 
     One at a time is enough: it held a block at least, and those left want one each. The last one left to
@@ -58,7 +58,7 @@ def _preempt_for_blocks(core: "SchedulerCore", state: ExecutorState, seq: Sequen
     core.preempt(state, seq, why)
 
 
-def make_way(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
+def displace_for_next(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
     """Displaces the less important for the next one who waits."""
     if core.batching is not Batching.ITERATION or state.is_draining:
         return True
@@ -83,7 +83,7 @@ def make_way(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
     return True
 
 
-def move_away(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
+def move_off_draining(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
     """Gives those that it will not finish to the others."""
     movers = draining.who_must_move(core, state, now)
     if movers and state.session.num_unanswered:

@@ -224,10 +224,10 @@ def _recomputes_the_prompt_alone(_: Any) -> Any:
     return broken
 
 
-def _preempts_with_results_out(make_room: Any) -> Any:
+def _preempts_with_results_out(preempt_for_growth: Any) -> Any:
     def broken(scheduler: core.SchedulerCore, state: Any) -> Any:
         with mock.patch.object(executor_session.ExecutorSession, "num_unanswered", 0):
-            return make_room(scheduler, state)
+            return preempt_for_growth(scheduler, state)
 
     return broken
 
@@ -388,7 +388,7 @@ MUTATIONS = (
     Mutation(
         "somebody is preempted with a result out",
         room,
-        "make_room",
+        "preempt_for_growth",
         _preempts_with_results_out,
         91,
     ),
