@@ -88,7 +88,7 @@ class SchedulerCore:
         self.clocks = ReasonClocks()
         self.inquiry = Inquiry()
         self.stranded = Stranded()
-        self.pace = RecoveryPace()
+        self.recovery_pace = RecoveryPace()
         self.witness: Witness | None = None
         """Who is told of sequences, if anybody is."""
         self._time_lines = TimeLines()
@@ -439,7 +439,7 @@ class SchedulerCore:
             self._order(unfinished)
         budget = rows.budget
         state.num_queued_tokens = sum(seq.num_known_tokens - seq.num_computed_tokens for seq in unfinished)
-        self.pace.begin(state, unfinished, rows, self.waiting, self._now)
+        self.recovery_pace.begin(state, unfinished, rows, self.waiting, self._now)
         turn = placement.Turn(self, state) if len(self.executors) > 1 else None
         alone = self.inquiry.only_these(self, state, self._now) if self.inquiry and may_enter else None
         try:
@@ -502,7 +502,7 @@ class SchedulerCore:
         fills_at_once = self.batching is not Batching.ITERATION
         while turn is None or not turn.is_over:
             may_be_left = state.made_way_for is None
-            seq = state.made_way_for or self.pace.next(rows, self.waiting, self._now)
+            seq = state.made_way_for or self.recovery_pace.next(rows, self.waiting, self._now)
             if seq is not None and seq.request.priority >= before:
                 return
             state.made_way_for = None
@@ -582,7 +582,7 @@ class SchedulerCore:
         self.drain_rate.observe(self._now)
         num_new = len(seq.token_ids) - num_cached_tokens
         state.num_queued_tokens += num_new
-        self.pace.seated(seq)
+        self.recovery_pace.seated(seq)
         self._note(seq, Reason.PREFILL, state, f"{num_new} tokens, {num_cached_tokens} cached")
         if rows.budget > 0:
             self._chunk(seq, rows)
