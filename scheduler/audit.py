@@ -70,9 +70,11 @@ def _check_executor(state: ExecutorState) -> None:
         _require(seq.seq_id == seq_id and seq.state is State.RUNNING, "runs under a wrong name", seq)
         _require(seq.num_slots == len(seq.block_table) * state.blocks.block_size, "miscounts its slots", seq)
         _require(seq.num_computed_tokens <= seq.num_slots, "computes without a slot", seq)
-        _require(seq.num_computed_tokens <= seq.num_known_tokens < seq.max_len, "is ahead of itself", seq)
+        _require(
+            seq.num_computed_tokens <= seq.num_computable_tokens < seq.max_len, "is ahead of itself", seq
+        )
         in_flight = sum(seq in plan.rows for plan in state.session.unanswered)
-        ahead = seq.num_known_tokens - min(len(seq.token_ids), seq.max_len - 1)
+        ahead = seq.num_computable_tokens - min(len(seq.token_ids), seq.max_len - 1)
         _require(0 <= ahead <= in_flight, f"knows {ahead} tokens that {in_flight} steps are to bring", seq)
 
 

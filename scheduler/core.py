@@ -357,9 +357,9 @@ class SchedulerCore:
         budget, positions_sum = rows.budget, rows.positions_sum
         for seq_id, seq in state.running.items():
             position = seq.num_computed_tokens
-            known = seq.num_known_tokens
-            if known - position != 1:
-                if known > position:
+            computable = seq.num_computable_tokens
+            if computable - position != 1:
+                if computable > position:
                     unfinished.append(seq)
                 elif len(seq.token_ids) >= seq.max_len and not seq.is_padding:
                     raise SessionBrokenError(f"sequence {seq_id} has all its tokens and was not ended")
@@ -372,11 +372,11 @@ class SchedulerCore:
             seq_ids.append(seq_id)
             positions_sum += position
             budget -= 1
-            seq.num_computed_tokens = known
+            seq.num_computed_tokens = computable
             if seq.is_prefilling:  # a last chunk of one token
-                rows.filled.append((seq, seq_id, known))
-            if known < seq.max_len - 1:
-                seq.num_known_tokens = known + 1
+                rows.filled.append((seq, seq_id, computable))
+            if computable < seq.max_len - 1:
+                seq.num_computable_tokens = computable + 1
         rows.num_tokens = [1] * len(members)
         rows.num_samples = [1] * len(members)
         rows.budget, rows.positions_sum = budget, positions_sum
@@ -438,7 +438,9 @@ class SchedulerCore:
         if len(unfinished) > 1:
             self._order(unfinished)
         budget = rows.budget
-        state.num_queued_tokens = sum(seq.num_known_tokens - seq.num_computed_tokens for seq in unfinished)
+        state.num_queued_tokens = sum(
+            seq.num_computable_tokens - seq.num_computed_tokens for seq in unfinished
+        )
         self.recovery_pace.begin(state, unfinished, rows, self.waiting, self._now)
         turn = placement.Turn(self, state) if len(self.executors) > 1 else None
         alone = self.inquiry.only_these(self, state, self._now) if self.inquiry and may_enter else None
@@ -787,7 +789,7 @@ class SchedulerCore:
     def _end_running(self, state: ExecutorState, seq: Sequence, finish: Finish, event: Event) -> None:
         executor_knows = event in {Event.FINISH, Event.FAIL}
         if not executor_knows:
-            seq.num_wasted_tokens = max(0, seq.num_known_tokens - len(seq.token_ids))
+            seq.num_wasted_tokens = max(0, seq.num_computable_tokens - len(seq.token_ids))
             self.meters.steps_to_free.observe(state.session.num_unanswered)
         if event is Event.FINISH:  # all but its last token was fed, and has answered
             num_tokens = min(len(seq.token_ids) - 1, seq.num_computed_tokens)

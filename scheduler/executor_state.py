@@ -99,7 +99,7 @@ class ExecutorState:
         self.is_draining = False
         self.leaves_at = 0.0  # while it drains: when it goes at the latest
         self.is_away = False  # its stream is broken: it may come back with the same epoch
-        self.num_queued_tokens = 0  # known and not computed, of those who run, beyond the plans made so far
+        self.num_queued_tokens = 0  # still to be computed, of those who run, beyond the plans made so far
         self.look_again_at: float | None = None  # it is idle, and left somebody to another one
         self.to_register: deque[tuple[Sequence, int, int]] = deque()  # full blocks still to be made known
         self.made_way_for: Sequence | None = None  # who enters first in this plan

@@ -28,7 +28,7 @@ def padding_of(state: ExecutorState, seq: Sequence, block_table: list[int]) -> S
     )
     pad.is_padding = True
     pad.num_computed_tokens = len(pad.token_ids) - 1  # its KV is there; the last token was never fed
-    pad.num_known_tokens = len(pad.token_ids)
+    pad.num_computable_tokens = len(pad.token_ids)
     pad.block_table = block_table
     pad.move(Event.ADMIT)
     return pad

@@ -43,8 +43,8 @@ class Rows:
     def chunk(self, seq: Sequence, limit: int) -> None:
         """Gives `seq` as many of its uncomputed tokens as `limit` allows."""
         position = seq.num_computed_tokens
-        count = min(seq.num_known_tokens - position, limit)
-        reached = position + count == seq.num_known_tokens
+        count = min(seq.num_computable_tokens - position, limit)
+        reached = position + count == seq.num_computable_tokens
         self.rows.append(seq)
         self.seq_ids.append(seq.seq_id)
         self.num_tokens.append(count)
@@ -53,5 +53,5 @@ class Rows:
         self.budget -= count
         seq.num_computed_tokens = position + count
         self.filled.append((seq, seq.seq_id, position + count))
-        if reached and seq.num_known_tokens < seq.max_len - 1:
-            seq.num_known_tokens += 1  # the token this step will sample
+        if reached and seq.num_computable_tokens < seq.max_len - 1:
+            seq.num_computable_tokens += 1  # the token this step will sample

@@ -128,9 +128,9 @@ class Follower:
 class Sequence:
     """A request on its way.
 
-    `token_ids` holds prompt and output. `num_known_tokens` counts the tokens a step may compute; it runs
-    ahead of `token_ids` by one for each step in flight that samples, and never reaches `max_len`, since the
-    last token of all is sampled but never fed.
+    `token_ids` holds the known tokens, prompt and output. `num_computable_tokens` counts those that the next
+    step may compute: it runs ahead of the known ones by one for each step in flight that samples, and never
+    reaches `max_len`, since the last token of all is sampled but never fed.
     """
 
     request: Request
@@ -140,7 +140,7 @@ class Sequence:
     max_len: int  # prompt + max_tokens
     order: int  # submission counter: breaks ties
     state: State = State.WAITING
-    num_known_tokens: int = 0
+    num_computable_tokens: int = 0
     num_computed_tokens: int = 0  # steps in flight included
     seq_id: int = 0  # names this admission; 0 while waiting
     executor_id: str = ""
@@ -202,7 +202,7 @@ class Sequence:
     def forget_computed(self) -> None:
         """Starts over from the known ids: nothing is computed, nothing is in flight."""
         self.num_computed_tokens = 0
-        self.num_known_tokens = min(len(self.token_ids), self.max_len - 1)
+        self.num_computable_tokens = min(len(self.token_ids), self.max_len - 1)
 
     def give_up_seat(self) -> None:
         """It holds nothing on any executor."""
@@ -236,7 +236,7 @@ class Sequence:
     def needs_block(self) -> bool:
         """Whether the one token it has to compute next has no slot."""
         position = self.num_computed_tokens
-        return position == self.num_slots and self.num_known_tokens - position == 1
+        return position == self.num_slots and self.num_computable_tokens - position == 1
 
     @property
     def has_progressed(self) -> bool:

@@ -65,7 +65,7 @@ class PrefillFirstCore(SchedulerCore):
 
 
 def _is_behind(seq: Sequence) -> bool:
-    return seq.num_known_tokens > seq.num_computed_tokens
+    return seq.num_computable_tokens > seq.num_computed_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,9 @@ FAULTS: dict[str, Callable[[Harness], object]] = {
     "runs under a wrong name": lambda h: setattr(_runs(h), "seq_id", 77),
     "miscounts its slots": lambda h: setattr(_runs(h), "num_slots", 99),
     "computes without a slot": lambda h: setattr(_runs(h), "num_computed_tokens", 99),
-    "is ahead of itself": lambda h: setattr(_runs(h), "num_known_tokens", 1),
+    "is ahead of itself": lambda h: setattr(_runs(h), "num_computable_tokens", 1),
     "knows 4 tokens that 2 steps are to bring": lambda h: setattr(
-        _runs(h), "num_known_tokens", _runs(h).num_known_tokens + 2
+        _runs(h), "num_computable_tokens", _runs(h).num_computable_tokens + 2
     ),
     "2 sequences run, 1 may": lambda h: h.core.executors[EXECUTOR].running.update({99: _runs(h)}),
     "plans unanswered, 0 may be": lambda h: setattr(h.core.executors[EXECUTOR].session, "window", 0),

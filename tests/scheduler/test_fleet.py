@@ -189,7 +189,7 @@ def test_recovery_leaves_every_second_seat_and_half_of_the_tokens_to_others() ->
     seats: list[bool] = []
     while any(seq.state is State.WAITING for seq in [*lost, *newcomers]):
         waited = any(
-            seq.state is State.WAITING or seq.num_known_tokens > seq.num_computed_tokens + 1
+            seq.state is State.WAITING or seq.num_computable_tokens > seq.num_computed_tokens + 1
             for seq in newcomers
         )
         plan = fleet.plan_once("a")

@@ -62,7 +62,7 @@ def test_padding_goes_on_from_the_same_context_in_the_same_blocks_and_shares_not
     assert pad.block_table == a.block_table
     assert list(pad.token_ids) == list(a.token_ids)
     assert pad.token_ids is not a.token_ids
-    assert (pad.num_known_tokens - pad.num_computed_tokens) == 1
+    assert (pad.num_computable_tokens - pad.num_computed_tokens) == 1
     assert pad.max_len == state.max_total_tokens
 
 

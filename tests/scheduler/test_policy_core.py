@@ -191,7 +191,7 @@ def test_b08_every_decode_that_is_not_put_off_yields_one_token_a_step(everywhere
             for seq_id, seq in state.running.items():
                 if seq_id in planned:
                     continue
-                is_last_in_flight = seq.num_computed_tokens == seq.num_known_tokens
+                is_last_in_flight = seq.num_computed_tokens == seq.num_computable_tokens
                 is_put_off = seq.needs_block and not state.blocks.num_free
                 assert is_last_in_flight or is_put_off or sum(plan.num_tokens) == 64
         if h.executor.plans and (plan is None or step % 2 or everywhere.window == 1):

@@ -10,14 +10,14 @@ from tests.scheduler.sequences import waiting
     max_tokens=st.integers(1, 5),
     limits=st.lists(st.integers(1, 20), min_size=1),
 )
-def test_chunks_cover_the_known_tokens_once_and_the_last_one_samples(
+def test_chunks_cover_the_computable_tokens_once_and_the_last_one_samples(
     prompt_len: int, max_tokens: int, limits: list[int]
 ) -> None:
     seq = waiting(prompt_len=prompt_len, max_tokens=max_tokens)
-    known = seq.num_known_tokens
+    computable = seq.num_computable_tokens
     covered = 0
     for limit in limits * 50:
-        if covered == known:
+        if covered == computable:
             break
         rows = Rows(budget=1000)
         rows.chunk(seq, limit)
@@ -27,10 +27,10 @@ def test_chunks_cover_the_known_tokens_once_and_the_last_one_samples(
         assert rows.budget == 1000 - count
         covered += count
         assert seq.num_computed_tokens == covered
-        assert samples == (covered == known)
-    assert covered == known
-    # The sampled token is known at once, unless it is the last of all, which is never fed.
-    assert seq.num_known_tokens == min(known + 1, seq.max_len - 1)
+        assert samples == (covered == computable)
+    assert covered == computable
+    # The sampled token can be computed at once, unless it is the last of all, which is never fed.
+    assert seq.num_computable_tokens == min(computable + 1, seq.max_len - 1)
 
 
 def test_columns_stand_beside_each_other() -> None:

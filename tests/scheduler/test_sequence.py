@@ -45,14 +45,14 @@ def test_a_resubmitted_sequence_knows_prompt_and_output_and_keeps_the_prompts_le
     seq = waiting(prompt_len=4, max_tokens=8, output=3)
     assert list(seq.token_ids) == [1, 2, 3, 4, 50, 51, 52]
     assert (seq.num_prompt_tokens, seq.num_output_tokens, seq.num_resumed_tokens) == (4, 3, 3)
-    assert (seq.max_len, seq.num_known_tokens, seq.num_computed_tokens) == (12, 7, 0)
+    assert (seq.max_len, seq.num_computable_tokens, seq.num_computed_tokens) == (12, 7, 0)
     assert list(seq.output_token_ids()) == [50, 51, 52]
     assert list(seq.output_token_ids(2)) == [52]
 
 
 def test_the_last_token_of_all_is_known_and_never_fed() -> None:
     seq = waiting(prompt_len=4, max_tokens=3, output=3)
-    assert seq.num_known_tokens == seq.max_len - 1
+    assert seq.num_computable_tokens == seq.max_len - 1
 
 
 def test_a_sequence_does_not_share_the_ids_of_its_request() -> None:

@@ -219,7 +219,7 @@ def _recomputes_the_prompt_alone(_: Any) -> Any:
     def broken(self: Sequence) -> None:
         self.token_ids = array("I", self.token_ids[: self.num_prompt_tokens])
         self.num_computed_tokens = 0
-        self.num_known_tokens = min(len(self.token_ids), self.max_len - 1)
+        self.num_computable_tokens = min(len(self.token_ids), self.max_len - 1)
 
     return broken
 
