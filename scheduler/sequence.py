@@ -139,6 +139,8 @@ class Sequence:
     num_prompt_tokens: int
     max_len: int  # prompt + max_tokens
     order: int  # submission counter: breaks ties
+
+    # The core's: how far it is, and what it holds.
     state: State = State.WAITING
     num_computable_tokens: int = 0
     num_computed_tokens: int = 0  # steps in flight included
@@ -146,32 +148,40 @@ class Sequence:
     executor_id: str = ""
     block_table: list[int] = field(default_factory=list)
     num_slots: int = 0  # tokens the block table has room for
+    waiting_since: float = 0.0  # its arrival, or when it lost its place in a batch
+    latest_start: float = float("inf")  # to be done by its deadline, as estimated when it began to wait
+    has_started: bool = False  # was admitted at least once
+    is_prefilling: bool = False  # was admitted and has won no token yet
+    is_recovering: bool = False  # its executor was lost or drained, and it has won no token since
+    is_padding: bool = False  # holds a finished member's seat in a padded request-level batch
+    num_tokens_at_admission: int = 0
+    num_preemptions: int = 0  # for lack of blocks
+    num_displacements: int = 0  # for somebody more important
+    num_cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
+    num_wasted_tokens: int = 0  # computed, never delivered
+    num_resumed_tokens: int = 0  # output tokens it was submitted with: they have no logprobs here
+    finish: Finish | None = None
+    orphaned_until: float | None = None
+    forget_at: float | None = None
+
+    # Of `results`.
+    logprobs: list[object] | None = None  # opaque, one for each output token computed here
+    prompt_logprobs: list[object] | None = None  # opaque, of the prompt's tokens from the second on
+
+    # Of `prefix_cache`.
     block_keys: list[bytes] = field(default_factory=list)  # names of its full blocks' content, as far as made
     keys_block_size: int = 0  # of the blocks that they name
     other_block_keys: dict[int, list[bytes]] | None = None  # the same, by other block sizes
     num_registered_blocks: int = 0  # of its block table, from the start: found or made known in the index
     followers: list["Follower"] = field(default_factory=list)  # who waits for blocks that it computes
-    has_started: bool = False  # was admitted at least once
-    is_recovering: bool = False  # its executor was lost or drained, and it has won no token since
-    num_tokens_at_admission: int = 0
+
+    # Of `inquiry`.
     num_proven_tokens: int = 0  # computed without harm when an executor last died under it
     num_tokens_at_crash: int = 0  # those that it was just computing counted in
-    num_preemptions: int = 0  # for lack of blocks
-    num_displacements: int = 0  # for somebody more important
-    waiting_since: float = 0.0  # its arrival, or when it lost its place in a batch
-    latest_start: float = float("inf")  # to be done by its deadline, as estimated when it began to wait
+
+    # For those who tell of it: `explain`, `router_session`, `traces`.
     time_line: TimeLine | None = None
-    num_cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
-    num_wasted_tokens: int = 0  # computed, never delivered
-    is_prefilling: bool = False  # was admitted and has won no token yet
-    is_padding: bool = False  # holds a finished member's seat in a padded request-level batch
-    logprobs: list[object] | None = None  # opaque, one for each output token computed here
-    prompt_logprobs: list[object] | None = None  # opaque, of the prompt's tokens from the second on
-    num_resumed_tokens: int = 0  # output tokens it was submitted with: they have no logprobs here
-    finish: Finish | None = None
     attachment: object | None = None  # the router session's own record of who reads it
-    orphaned_until: float | None = None
-    forget_at: float | None = None
     traceparent: str = ""  # what executors are told: its own span, if it has one, else its request's
 
     @classmethod
