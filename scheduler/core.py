@@ -140,6 +140,7 @@ class SchedulerCore:
         seq.time_line = TimeLine(request.arrival, now, self.clocks)
         if self.witness is not None:
             self.witness.arrived(seq)
+        seq.tenant.draw_on_rates(seq.max_len, now)
         self.tenants.arrived(seq.tenant)
         self._wait(seq)
         finish = end_of_output(request, seq.output_token_ids(), self._eos_token_ids)

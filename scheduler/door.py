@@ -39,17 +39,12 @@ def check_same_body(live: Request, request: Request) -> None:
 
 
 def check(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -> None:
-    """Raises RefusedError when the request is not taken in; else charges its rates."""
+    """Raises RefusedError when the request is not to be taken in."""
     _check_fits(core, request)
-    num_tokens = len(request.prompt_token_ids) + request.max_tokens
     if not request.accepted_before and not core.has_sibling(request):
         _check_queue(core, request, now)
-        _check_tenant(core, tenant, request, num_tokens, now)
+        _check_tenant(core, tenant, request, now)
         _check_hopeless(core, request, tenant, now)
-    if tenant.requests is not None:
-        tenant.requests.take(1, now)
-    if tenant.tokens is not None:
-        tenant.tokens.take(num_tokens, now)
 
 
 def _check_fits(core: "SchedulerCore", request: Request) -> None:
@@ -95,9 +90,7 @@ def _check_queue(core: "SchedulerCore", request: Request, now: float) -> None:
             raise _overloaded(core, sentence, now)
 
 
-def _check_tenant(
-    core: "SchedulerCore", tenant: Tenant, request: Request, num_tokens: int, now: float
-) -> None:
+def _check_tenant(core: "SchedulerCore", tenant: Tenant, request: Request, now: float) -> None:
     limits = tenant.limits
     whose = f"tenant {tenant.name!r}"
     if limits.max_queued is not None and tenant.num_waiting - _own_seats(core, tenant) >= limits.max_queued:
@@ -118,6 +111,7 @@ def _check_tenant(
         if waiting > limits.max_queued_tokens:
             sentence = f"{whose} would have {waiting} tokens waiting, its limit is {limits.max_queued_tokens}"
             raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, sentence, 1.0)
+    num_tokens = len(request.prompt_token_ids) + request.max_tokens
     for limiter, amount, unit in ((tenant.requests, 1, "requests"), (tenant.tokens, num_tokens, "tokens")):
         wait = limiter.seconds_until(amount, now) if limiter is not None else 0.0
         if limiter is not None and wait > 0:

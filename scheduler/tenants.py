@@ -101,6 +101,13 @@ class Tenant:
         """Whether anything of it runs or waits."""
         return bool(self.num_running or self.num_waiting)
 
+    def draw_on_rates(self, num_tokens: int, now: float) -> None:
+        """A request of so many tokens, prompt and `max_tokens`, was taken in."""
+        if self.requests is not None:
+            self.requests.take(1, now)
+        if self.tokens is not None:
+            self.tokens.take(num_tokens, now)
+
     @property
     def may_run_one_more(self) -> bool:
         """Whether its own seat limit lets one more sequence enter."""
