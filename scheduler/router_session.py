@@ -170,17 +170,18 @@ class RouterSession:
             if seq.has_started and not attachment.has_told_start:
                 attachment.has_told_start = True
                 output.started.append((attachment.handle, seq.num_cached_tokens))
-            is_all = True
+            # In this order: tokens after the prompt's log-probabilities, the end after all else.
+            is_caught_up = True
             if seq.prompt_logprobs is not None:
                 logprobs_room -= self._take_prompt_logprobs(
                     attachment, seq.prompt_logprobs, output, logprobs_room
                 )
-                is_all = attachment.prompt_cursor == len(seq.prompt_logprobs)
-            if is_all:
+                is_caught_up = attachment.prompt_cursor == len(seq.prompt_logprobs)
+            if is_caught_up:
                 count = self._take_tokens(attachment, output, logprobs_room)
                 logprobs_room -= count if seq.logprobs is not None else 0
-                is_all = seq.num_prompt_tokens + attachment.cursor >= len(seq.token_ids)
-            if not is_all:
+                is_caught_up = seq.num_prompt_tokens + attachment.cursor >= len(seq.token_ids)
+            if not is_caught_up:
                 for_the_next.append(attachment)
                 continue
             attachment.is_dirty = False
