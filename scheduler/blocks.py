@@ -19,7 +19,8 @@ released from its end, so leaves go before their parents. Pure: integers and byt
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 
 class BlockError(RuntimeError):
@@ -88,7 +89,7 @@ class BlockManager:
                 del self._idle[block_id]
             self._ref_counts[block_id] += 1
 
-    def release(self, block_table: Sequence[int]) -> None:
+    def release(self, block_table: Seq[int]) -> None:
         """One sequence less holds these. Raises BlockError for one that nobody holds."""
         for block_id in reversed(block_table):
             count = self._ref_counts[block_id]
@@ -136,7 +137,7 @@ class BlockManager:
                 f"{sum(self._ref_counts)} references for {num_table_entries} table entries"
             )
 
-    def check(self, block_tables: Iterable[Sequence[int]]) -> None:
+    def check(self, block_tables: Iterable[Seq[int]]) -> None:
         """Raises BlockError unless free + idle + held = all and every count equals the tables holding it."""
         counts = [0] * self.num_blocks
         for table in block_tables:

@@ -8,7 +8,7 @@ same peak). What is still to come is bounded by the limit of each request and ex
 Pure.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import itemgetter
 
 _BUCKETS = 24  # output lengths by powers of two
@@ -78,7 +78,7 @@ def peak_blocks(members: Iterable[tuple[int, int]], block_size: int) -> int:
     An expectation, not a bound: the last block of each member is taken to be half full, as it is on average.
     The true peak may be above it by half a block for each member, and one.
     """
-    by_remaining: Sequence[tuple[int, int]] = sorted(members, key=itemgetter(1), reverse=True)
+    by_remaining = sorted(members, key=itemgetter(1), reverse=True)
     half_a_block = block_size // 2
     held = 0
     peak = 0

@@ -4,7 +4,8 @@ A result or a router's message that does not fit is a broken law here, so it rai
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from protos.v1 import executor_pb2, scheduler_pb2
 from scheduler import audit, rehearsal, wire
@@ -19,8 +20,7 @@ from scheduler.policy import Limits
 from scheduler.promise import Promise
 from scheduler.router_session import RouterSession, session_of, superseded, touch
 from scheduler.rows import Rows
-from scheduler.sequence import Event, Finish, FinishReason, StatusCode
-from scheduler.sequence import Sequence as Seq
+from scheduler.sequence import Event, Finish, FinishReason, Sequence, StatusCode
 from tests.simulation.executor_node import ExecutorNode
 from tests.simulation.ledger import Bout, Ledger
 from tests.simulation.links import UNAVAILABLE, End, Link
@@ -72,12 +72,12 @@ class WatchedCore(SchedulerCore):
         self.bout: Bout | None = None  # in which an executor answered that is about to be lost
         self._given_up: dict[tuple[str, int, int], int] = {}  # executor, epoch, seq_id: newest plan then
 
-    def preempt(self, state: ExecutorState, seq: Seq, why: str) -> None:
+    def preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:
         assert not state.session.unanswered, f"{seq.request.request_id} is preempted with a result out"
         self._ledger.num_preemptions[seq.token_ids[0]] += 1
         super().preempt(state, seq, why)
 
-    def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Seq]:
+    def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Sequence]:
         state = self.executors[executor_id]
         if is_crash:
             for seq in state.running.values():
@@ -92,7 +92,7 @@ class WatchedCore(SchedulerCore):
                     self._ledger.hit(seq.token_ids[0], end - planned, end, self.bout)
         return super().detach(executor_id, now, is_crash=is_crash)
 
-    def _end_running(self, state: ExecutorState, seq: Seq, finish: Finish, event: Event) -> None:
+    def _end_running(self, state: ExecutorState, seq: Sequence, finish: Finish, event: Event) -> None:
         if event in {Event.ABORT, Event.EXPIRE}:
             session = state.session
             self._given_up[state.executor_id, session.epoch, seq.seq_id] = session.last_step_id
@@ -126,7 +126,7 @@ class SchedulerNode:
         self,
         process: Process,
         limits: Limits,
-        executors: Sequence[tuple[ExecutorNode, Link]],
+        executors: Seq[tuple[ExecutorNode, Link]],
         lease: SharedLease | None,
         ledger: Ledger,
     ) -> None:
@@ -262,7 +262,7 @@ class SchedulerNode:
                 self.core.orphan(seq, self.now)
             self.changed()
 
-    def deliver(self, sequences: Iterable[Seq]) -> None:
+    def deliver(self, sequences: Iterable[Sequence]) -> None:
         """These have news for their routers."""
         for session in dict.fromkeys(map(touch, sequences)):
             if session is not None:
