@@ -37,14 +37,14 @@ def check(core: SchedulerCore) -> None:
 
 def check_counts(state: ExecutorState) -> None:
     """Raises BlockError unless blocks and references add up. Takes a fraction of a millisecond."""
-    members = [*state.running.values(), *state.entering]
+    members = [*state.running.values(), *state.entering_padding]
     state.blocks.check_counts(sum(len(seq.block_table) for seq in members))
 
 
 def check_idle(state: ExecutorState) -> None:
     """Raises BlockError when nothing runs on the executor and yet blocks are held. Costs nothing."""
     blocks = state.blocks
-    if not state.running and not state.entering and blocks.num_free != blocks.num_blocks:
+    if not state.running and not state.entering_padding and blocks.num_free != blocks.num_blocks:
         raise BlockError(f"nothing runs, and {blocks.num_blocks - blocks.num_free} blocks are held")
 
 
@@ -60,7 +60,7 @@ def describe(state: ExecutorState) -> dict[str, object]:
 
 
 def _check_executor(state: ExecutorState) -> None:
-    members = [*state.running.values(), *state.entering]
+    members = [*state.running.values(), *state.entering_padding]
     state.blocks.check([seq.block_table for seq in members])
     if len(state.running) > state.max_num_seqs:
         raise AuditError(f"{len(state.running)} sequences run, {state.max_num_seqs} may")

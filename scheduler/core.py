@@ -313,9 +313,9 @@ class SchedulerCore:
             return None
         may_enter = self.batching.may_enter(num_running=len(state.running)) and not state.is_draining
         rows = Rows(state.max_num_batched_tokens)
-        for pad in state.entering:
+        for pad in state.entering_padding:
             self._enter(state, pad, pad.block_table, rows)
-        state.entering = []
+        state.entering_padding = []
         unfinished = self._decode_rows(state, rows)
         if self.limits.max_step_us is not None and rows.rows:
             self._cut_to_step_time(state, rows)
@@ -706,7 +706,7 @@ class SchedulerCore:
         for seq, seq_id, num_computed_tokens in plan.filled:
             if state.running.get(seq_id) is not seq or seq_id in failed or seq.is_padding:
                 continue
-            self._look_again(state.cache.register(seq, num_computed_tokens))
+            self._unpark_followers(state.cache.register(seq, num_computed_tokens))
             if seq.is_prefilling and seq.has_progressed:
                 self._note(seq, Reason.DECODE, state, "")
         # Those who decode have time: when many fill a block in the same step, names are made over several.
@@ -719,14 +719,14 @@ class SchedulerCore:
             if state.running.get(seq_id) is seq and not seq.is_padding:  # else it left, wherever it is now
                 followers = state.cache.register(seq, num_computed_tokens)
                 if followers:
-                    self._look_again(followers)
+                    self._unpark_followers(followers)
 
     # --- back to the queue ---------------------------------------------------------------------------
 
     def preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:
         """Takes `seq` off its executor, which has answered everything; it waits again, to be recomputed."""
         if not seq.is_padding:  # nothing is in flight: all it has computed is known, and may be found again
-            self._look_again(state.cache.register(seq, seq.num_computed_tokens))
+            self._unpark_followers(state.cache.register(seq, seq.num_computed_tokens))
         self._leave(state, seq, reason=None, tell_executor=True)
         if not seq.is_padding:
             self._back_to_waiting(seq, why)
@@ -755,7 +755,7 @@ class SchedulerCore:
         """Back into its place in the queue, unless it is kept out of it for another reason."""
         return not (self.inquiry.holds(seq) or self.stranded.holds(seq)) and self.waiting.unpark(seq)
 
-    def _look_again(self, followers: list[Sequence]) -> None:
+    def _unpark_followers(self, followers: list[Sequence]) -> None:
         for seq in followers:
             if self.unpark(seq) and seq.time_line is not None:
                 seq.time_line.wait(self._now, self.clocks, step_id=0, detail="its beginning is there")
@@ -794,14 +794,14 @@ class SchedulerCore:
             self.meters.steps_to_free.observe(state.session.num_unanswered)
         if event is Event.FINISH:  # all but its last token was fed, and has answered
             num_tokens = min(len(seq.token_ids) - 1, seq.num_computed_tokens)
-            self._look_again(state.cache.register(seq, num_tokens))
+            self._unpark_followers(state.cache.register(seq, num_tokens))
             if not seq.is_padding:
                 self.lengths.observe(seq.num_output_tokens)
         block_table = seq.block_table
         keeps_seat = padding.keeps_seat(state, seq, finish)
         self._leave(state, seq, finish.reason, tell_executor=not executor_knows, keep_blocks=keeps_seat)
         if keeps_seat:
-            state.entering.append(padding.padding_of(state, seq, block_table))
+            state.entering_padding.append(padding.padding_of(state, seq, block_table))
         elif padding.is_all_padding(state):
             self._drop_padding(state)
 
@@ -815,7 +815,7 @@ class SchedulerCore:
         keep_blocks: bool = False,
     ) -> None:
         """The one place where a seat is given back, and with it the blocks."""
-        self._look_again(state.cache.end(seq))
+        self._unpark_followers(state.cache.end(seq))
         if not keep_blocks:
             state.release(seq)
         state.give_seat_back(seq)
@@ -830,9 +830,9 @@ class SchedulerCore:
         """The last one for whom the batch was computed has gone."""
         for pad in list(state.running.values()):
             self._leave(state, pad, reason=None, tell_executor=True)
-        for pad in state.entering:
+        for pad in state.entering_padding:
             state.blocks.release(pad.block_table)
-        state.entering = []
+        state.entering_padding = []
 
     # --- small things ------------------------------------------------------------------------------------
 

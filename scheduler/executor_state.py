@@ -29,7 +29,7 @@ class ExecutorState:
         "capacity",
         "clock",
         "crowded",
-        "entering",
+        "entering_padding",
         "executor_id",
         "fault",
         "has_ghosts",
@@ -91,7 +91,7 @@ class ExecutorState:
         self.running: dict[int, Sequence] = {}  # by seq_id, in order of admission
         self.num_running_of: dict[int, int] = {}  # by importance class
         self.too_full_for: Sequence | None = None  # the head that found no room: nothing has left since
-        self.entering: list[Sequence] = []  # padding rows that enter with the next plan
+        self.entering_padding: list[Sequence] = []  # padding rows that enter with the next plan
         self.released_seq_ids: list[int] = []  # to be told to the executor with the next plan
         self.has_ghosts = False  # it still remembers a finished sequence
         self.left: list[Leaver] = []  # since the last plan, for those who watch

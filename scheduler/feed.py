@@ -2,7 +2,7 @@
 
 Nobody follows: nothing is computed. A step in which the same rows decode as in the one before costs a
 comparison of columns and a count, however many rows there are. A message is made once, however many follow;
-a follower that is slow misses some, and is then told who sits where. `batch_changes` knows what changes;
+a reader that is slow misses some, and is then told who sits where. `batch_changes` knows what changes;
 here is when it is told.
 """
 
@@ -21,7 +21,7 @@ FLUSH_SECONDS: Final = 0.08
 MAX_MESSAGES_PENDING: Final = 128
 
 
-class Follower:
+class FeedReader:
     """One reader of changes."""
 
     def __init__(self, executor_id: str) -> None:
@@ -42,30 +42,30 @@ class _Followed:
 
 
 class Feed:
-    """All followers, and all executors as they know them."""
+    """All readers, and all executors as they know them."""
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self._waiting = waiting
-        self._followers: set[Follower] = set()
+        self._readers: set[FeedReader] = set()
         self._followed: dict[str, _Followed] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def has_followers(self) -> bool:
+    def has_readers(self) -> bool:
         """Whether anybody is told anything."""
-        return bool(self._followers)
+        return bool(self._readers)
 
-    def join(self, follower: Follower) -> None:
+    def join(self, reader: FeedReader) -> None:
         """It is told who sits where, as far as that is known, and from now on every step."""
         self._flush()
-        self._followers.add(follower)
+        self._readers.add(reader)
         for one in self._followed.values():
-            self._offer(follower, one, None)
+            self._offer(reader, one, None)
 
-    def leave(self, follower: Follower) -> None:
+    def leave(self, reader: FeedReader) -> None:
         """It is gone; after the last one everything is forgotten."""
-        self._followers.discard(follower)
-        if not self._followers:
+        self._readers.discard(reader)
+        if not self._readers:
             self._followed.clear()
             if self._timer is not None:
                 self._timer.cancel()
@@ -101,18 +101,18 @@ class Feed:
             message = wire.changes_message(one.gauges, one.changes)
             one.changes.told()
             one.state = None  # it may be gone for good
-            for follower in self._followers:
-                self._offer(follower, one, message)
+            for reader in self._readers:
+                self._offer(reader, one, message)
 
-    def _offer(self, follower: Follower, one: _Followed, message: scheduler_pb2.BatchChanges | None) -> None:
+    def _offer(self, reader: FeedReader, one: _Followed, message: scheduler_pb2.BatchChanges | None) -> None:
         """Queues it unless the reader is too far behind. None, or one after a gap: who sits where instead."""
         executor_id = one.gauges.executor_id
-        if follower.executor_id not in {"", executor_id}:
+        if reader.executor_id not in {"", executor_id}:
             return
-        if follower.queue.full():
-            follower.num_missed[executor_id] = follower.num_missed.get(executor_id, 0) + 1
+        if reader.queue.full():
+            reader.num_missed[executor_id] = reader.num_missed.get(executor_id, 0) + 1
             return
-        num_missed = follower.num_missed.pop(executor_id, 0)
+        num_missed = reader.num_missed.pop(executor_id, 0)
         if message is None or num_missed:
             message = wire.whole_message(one.gauges, one.changes, num_missed)
-        follower.queue.put_nowait(message)
+        reader.queue.put_nowait(message)

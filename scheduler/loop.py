@@ -244,7 +244,7 @@ class SchedulerLoop:
         self.num_plan_bytes += num_bytes
         if self.watchers:
             self._tell_watchers(executor_id, plan, num_bytes)
-        if self.feed.has_followers:
+        if self.feed.has_readers:
             self.feed.step(self.core.executors[executor_id], plan, self.now(), num_bytes)
 
     def result_applied(self, step_id: int, outcome: Outcome, *, has_turned: bool) -> None:

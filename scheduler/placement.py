@@ -32,7 +32,7 @@ def could_take(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> bo
         not (state.is_draining or state.is_away or core.inquiry.is_host(state))
         and state.too_full_for is not seq
         and state.suits(seq)
-        and len(state.running) + len(state.entering) < state.max_num_seqs
+        and len(state.running) + len(state.entering_padding) < state.max_num_seqs
         and state.blocks.blocks_for(len(seq.token_ids)) <= state.blocks.num_free
     )
 

@@ -13,7 +13,7 @@ from protos.v1 import router_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.errors import RequestError, abort
 from scheduler import wire
 from scheduler.door import RefusedError
-from scheduler.feed import Follower
+from scheduler.feed import FeedReader
 from scheduler.loop import SchedulerLoop, Watcher
 from scheduler.parts import PartAssembler
 from scheduler.promise import Promise
@@ -89,13 +89,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self, request: router_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.BatchChanges]:
         """The same for less: what changes, several steps in a message."""
-        follower = Follower(request.executor_id)
-        self._loop.feed.join(follower)
+        reader = FeedReader(request.executor_id)
+        self._loop.feed.join(reader)
         try:
             while True:
-                yield await follower.queue.get()
+                yield await reader.queue.get()
         finally:
-            self._loop.feed.leave(follower)
+            self._loop.feed.leave(reader)
 
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: Context

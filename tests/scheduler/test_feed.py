@@ -4,7 +4,7 @@ import pytest
 
 from protos.v1 import common_pb2, scheduler_pb2
 from scheduler import feed
-from scheduler.feed import Feed, Follower
+from scheduler.feed import Feed, FeedReader
 from scheduler.plan import BatchPlan
 from tests.scheduler.harness import EXECUTOR, Harness
 
@@ -19,7 +19,7 @@ class Rig:
     def step(self) -> BatchPlan:
         plan = self.harness.plan()
         assert plan is not None
-        if self.feed.has_followers:
+        if self.feed.has_readers:
             self.feed.step(self.harness.core.executors[EXECUTOR], plan, float(plan.step_id), 100)
         self.harness.result()
         return plan
@@ -37,35 +37,35 @@ def riders(message: scheduler_pb2.BatchChanges) -> list[str]:
 
 
 async def test_several_steps_come_as_one_message_and_none_is_missing(rig: Rig) -> None:
-    follower = Follower("")
-    rig.feed.join(follower)
+    reader = FeedReader("")
+    rig.feed.join(reader)
     for _ in range(5):
         rig.step()
-    message = await follower.queue.get()
-    assert follower.queue.empty()
+    message = await reader.queue.get()
+    assert reader.queue.empty()
     assert (message.whole, riders(message)) == (True, ["a"])
     assert [(step.step_id, step.num_alike) for step in message.steps] == [(1, 0), (2, 3)]
     newest = message.newest
     assert (newest.executor_id, newest.step_id, newest.time_seconds) == (EXECUTOR, 5, 5.0)
     assert (newest.num_running, newest.num_plan_bytes, len(newest.members)) == (1, 100, 0)
     rig.step()
-    message = await follower.queue.get()
+    message = await reader.queue.get()
     assert (message.whole, [step.step_id for step in message.steps]) == (False, [6])
 
 
 async def test_who_waits_is_told(rig: Rig) -> None:
-    follower = Follower("")
-    rig.feed.join(follower)
+    reader = FeedReader("")
+    rig.feed.join(reader)
     rig.step()
     for name in "bcdefghijklmnop":
         rig.harness.submit(name, [1], 5)
-    newest = (await follower.queue.get()).newest
+    newest = (await reader.queue.get()).newest
     assert newest.num_waiting == 15
     assert [group.num_waiting for group in newest.waiting] == [15]
 
 
 async def test_who_comes_later_is_told_who_sits_there_and_the_steps_from_then_on(rig: Rig) -> None:
-    first, second = Follower(""), Follower("")
+    first, second = FeedReader(""), FeedReader("")
     rig.feed.join(first)
     rig.step()
     rig.feed.join(second)
@@ -77,20 +77,20 @@ async def test_who_comes_later_is_told_who_sits_there_and_the_steps_from_then_on
 
 
 async def test_who_leaves_is_told_with_the_reason(rig: Rig) -> None:
-    follower = Follower("")
-    rig.feed.join(follower)
+    reader = FeedReader("")
+    rig.feed.join(reader)
     rig.harness.submit("short", [3], 1, ignore_eos=True)
     rig.step()
     rig.step()
-    left = [one for step in (await follower.queue.get()).steps for one in step.left]
+    left = [one for step in (await reader.queue.get()).steps for one in step.left]
     assert [(one.request_id, one.reason) for one in left] == [("short", common_pb2.FINISH_REASON_LENGTH)]
 
 
-async def test_a_slow_follower_is_told_how_much_it_missed_and_then_who_sits_there(
+async def test_a_slow_reader_is_told_how_much_it_missed_and_then_who_sits_there(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "FLUSH_SECONDS", 0.0)
-    slow, quick = Follower(""), Follower("")
+    slow, quick = FeedReader(""), FeedReader("")
     rig.feed.join(slow)
     rig.feed.join(quick)
     for _ in range(feed.MAX_MESSAGES_PENDING + 3):
@@ -108,23 +108,23 @@ async def test_a_slow_follower_is_told_how_much_it_missed_and_then_who_sits_ther
 
 
 async def test_a_fresh_epoch_is_told_apart_from_what_was_before_it(rig: Rig) -> None:
-    follower = Follower("")
-    rig.feed.join(follower)
+    reader = FeedReader("")
+    rig.feed.join(reader)
     rig.step()
     rig.feed.executor_gone(EXECUTOR)
-    late = Follower("")
+    late = FeedReader("")
     rig.feed.join(late)
     assert late.queue.empty(), "who is gone sits nowhere"
     rig.harness = Harness()
     rig.harness.submit("b", [1], 5)
     rig.step()
-    assert riders(follower.queue.get_nowait()) == ["a"]
-    fresh = await follower.queue.get()
+    assert riders(reader.queue.get_nowait()) == ["a"]
+    fresh = await reader.queue.get()
     assert (fresh.whole, riders(fresh)) == (True, ["b"])
 
 
-async def test_a_follower_of_another_executor_is_told_nothing(rig: Rig) -> None:
-    other, mine = Follower("another"), Follower(EXECUTOR)
+async def test_a_reader_of_another_executor_is_told_nothing(rig: Rig) -> None:
+    other, mine = FeedReader("another"), FeedReader(EXECUTOR)
     rig.feed.join(other)
     rig.feed.join(mine)
     rig.step()
@@ -132,15 +132,15 @@ async def test_a_follower_of_another_executor_is_told_nothing(rig: Rig) -> None:
     assert other.queue.empty()
 
 
-async def test_after_the_last_follower_nothing_is_left(rig: Rig) -> None:
-    follower = Follower("")
-    rig.feed.join(follower)
+async def test_after_the_last_reader_nothing_is_left(rig: Rig) -> None:
+    reader = FeedReader("")
+    rig.feed.join(reader)
     rig.step()
-    rig.feed.leave(follower)
-    assert not rig.feed.has_followers
+    rig.feed.leave(reader)
+    assert not rig.feed.has_readers
     await asyncio.sleep(0)
-    assert follower.queue.empty()
-    rig.feed.join(follower)
-    assert follower.queue.empty()  # nobody sits anywhere, as far as is known
+    assert reader.queue.empty()
+    rig.feed.join(reader)
+    assert reader.queue.empty()  # nobody sits anywhere, as far as is known
     rig.step()
-    assert (await follower.queue.get()).steps[0].step_id == 2
+    assert (await reader.queue.get()).steps[0].step_id == 2

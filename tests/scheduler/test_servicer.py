@@ -570,7 +570,7 @@ async def test_a_follower_sees_every_step_and_who_enters_and_leaves(
 ) -> None:
     router = await shell.welcomed()
     call = shell.stub.Follow(router_pb2.WatchRequest())
-    await until(lambda: shell.loop.feed.has_followers)
+    await until(lambda: shell.loop.feed.has_readers)
     await router.submit(1, "a", [1, 2], 3)
     steps: list[scheduler_pb2.StepChange] = []
     async for message in call:
@@ -583,7 +583,7 @@ async def test_a_follower_sees_every_step_and_who_enters_and_leaves(
     assert [(leaver.request_id, leaver.reason) for leaver in steps[-1].left] == [("a", LENGTH)]
     numbers = [step.step_id + i for step in steps for i in range(step.num_alike + 1)]
     assert numbers == list(range(1, len(numbers) + 1))
-    await until(lambda: not shell.loop.feed.has_followers)
+    await until(lambda: not shell.loop.feed.has_readers)
 
 
 async def test_explain_names_a_request_of_which_nothing_is_known(shell: Shell) -> None:
