@@ -18,8 +18,8 @@ is swept out when it comes up. So neither a step nor a cancel depends on how man
 
 import heapq
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 from scheduler.sequence import Sequence, State
@@ -28,8 +28,7 @@ from scheduler.tenants import Tenant
 _PARKED = 0  # no entry of a heap has this number
 _SLACK = 64  # stale entries that are not worth sweeping
 
-Key = tuple[bool, float, float, int]
-Rank = tuple[float, float, float, int]
+Key = tuple[float, ...]
 
 
 class Policy(Enum):
@@ -40,21 +39,107 @@ class Policy(Enum):
     DEADLINE = "deadline"  # least slack: what must start soonest to be done in time
 
 
+class _TenantHeaps:
+    """Sequences in one order: a heap for each tenant, and one of the tenants, by the first of each."""
+
+    __slots__ = (
+        "_aside",
+        "_entry_of",
+        "_heaps",
+        "_newest_offer",
+        "_num_entries",
+        "_num_offers",
+        "_offers",
+        "_rank",
+    )
+
+    def __init__(
+        self,
+        entry_of: Mapping[Sequence, int],
+        aside: Collection[Tenant],
+        rank: Callable[[Tenant, Key], Key],
+    ) -> None:
+        """`entry_of`: the entry of each sequence that counts; any other is stale.
+
+        `aside`: tenants that are left out. `rank`: orders tenants, given the key of the first of each.
+        """
+        self._entry_of = entry_of
+        self._aside = aside
+        self._rank = rank
+        self._heaps: dict[Tenant, list[tuple[Key, int, Sequence]]] = {}
+        self._num_entries = 0  # of those heaps, stale ones included, at most
+        self._offers: list[tuple[Key, int, Tenant]] = []
+        self._newest_offer: dict[Tenant, int] = {}  # the one of `_offers` that counts
+        self._num_offers = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._heaps)
+
+    def push(self, key: Key, entry: int, seq: Sequence) -> None:
+        """Adds `seq` under an entry that counts from now on."""
+        heap = self._heaps.setdefault(seq.tenant, [])
+        heapq.heappush(heap, (key, entry, seq))
+        self._num_entries += 1
+        if heap[0][2] is seq:
+            self._offer(seq.tenant)
+        if self._num_entries > _SLACK + 2 * len(self._entry_of):
+            self._sweep()
+
+    def first(self) -> Sequence | None:
+        """The first of all. Ranks get worse as tenants are served, so a stale one on top is pushed down."""
+        offers = self._offers
+        while offers:
+            rank, offer, tenant = offers[0]
+            if self._newest_offer.get(tenant) != offer or tenant in self._aside:
+                heapq.heappop(offers)
+                continue
+            heap = self._heaps[tenant]
+            while heap and self._entry_of.get(heap[0][2]) != heap[0][1]:
+                heapq.heappop(heap)
+            if heap and self._rank(tenant, heap[0][0]) == rank:
+                return heap[0][2]
+            heapq.heappop(offers)
+            if heap:
+                self._offer(tenant)
+            else:
+                del self._heaps[tenant], self._newest_offer[tenant]
+        return None
+
+    def recall(self, tenant: Tenant) -> None:
+        """`tenant` is left out no more."""
+        if tenant in self._heaps:
+            self._offer(tenant)
+
+    def _offer(self, tenant: Tenant) -> None:
+        self._num_offers += 1
+        self._newest_offer[tenant] = self._num_offers
+        heapq.heappush(
+            self._offers, (self._rank(tenant, self._heaps[tenant][0][0]), self._num_offers, tenant)
+        )
+        if len(self._offers) > _SLACK + 2 * len(self._heaps):
+            self._offers[:] = [
+                offer for offer in self._offers if self._newest_offer.get(offer[2]) == offer[1]
+            ]
+            heapq.heapify(self._offers)
+
+    def _sweep(self) -> None:
+        """Drops stale entries, and tenants of whom nobody waits."""
+        for tenant, heap in list(self._heaps.items()):
+            heap[:] = [item for item in heap if self._entry_of.get(item[2]) == item[1]]
+            heapq.heapify(heap)
+            if not heap:
+                del self._heaps[tenant], self._newest_offer[tenant]
+        self._num_entries = sum(map(len, self._heaps.values()))
+
+
 @dataclass(slots=True)
 class _Class:
     """The waiting sequences of one importance class."""
 
     priority: int
     is_recovering: bool
-    heaps: dict[Tenant, list[tuple[Key, int, Sequence]]] = field(default_factory=dict)
-    ready: list[tuple[Rank, int, Tenant]] = field(default_factory=list)
-    ready_entry: dict[Tenant, int] = field(default_factory=dict)  # the one entry of `ready` that counts
-    ages: dict[Tenant, list[tuple[float, int, Sequence]]] = field(
-        default_factory=dict
-    )  # by how long they wait
-    oldest: list[tuple[float, int, Tenant]] = field(default_factory=list)  # tenants, by their oldest member
-    oldest_entry: dict[Tenant, int] = field(default_factory=dict)  # the one entry of `oldest` that counts
-    num_entries: int = 0  # of the heaps, stale ones included, at most
+    by_turn: _TenantHeaps  # in order of service
+    by_age: _TenantHeaps  # who has waited longest comes first
     num_parked: int = 0  # members that are not served for now: while there are any, its turn is remembered
     turn_at: float = -math.inf  # when one of it last entered before somebody more important
 
@@ -155,10 +240,8 @@ class WaitingQueue:
         if tenant in self._aside:
             del self._aside[tenant]
             for of_class in self._classes.values():
-                if tenant in of_class.heaps:
-                    self._offer(of_class, tenant)
-                if of_class.ages.get(tenant):
-                    self._offer_age(of_class, tenant)
+                of_class.by_turn.recall(tenant)
+                of_class.by_age.recall(tenant)
 
     def _add_entry(self, seq: Sequence) -> None:
         self._next_entry += 1
@@ -166,23 +249,20 @@ class WaitingQueue:
         name = _class_of(seq)
         of_class = self._classes.get(name)
         if of_class is None:
-            of_class = self._classes[name] = _Class(*name)
-        heap = of_class.heaps.setdefault(seq.tenant, [])
-        heapq.heappush(heap, (self._key(seq), self._next_entry, seq))
-        ages = of_class.ages.setdefault(seq.tenant, [])
-        heapq.heappush(ages, (seq.waiting_since, self._next_entry, seq))
-        of_class.num_entries += 1
-        if ages[0][2] is seq:
-            self._offer_age(of_class, seq.tenant)
-        if heap[0][2] is seq:
-            self._offer(of_class, seq.tenant)
-        if of_class.num_entries > _SLACK + 2 * len(self._entry_of):
-            self._sweep(of_class)
+            by_turn = _TenantHeaps(self._entry_of, self._aside, self._rank)
+            by_age = _TenantHeaps(self._entry_of, self._aside, lambda _, key: key)
+            of_class = self._classes[name] = _Class(*name, by_turn, by_age)
+        of_class.by_turn.push(self._key(seq), self._next_entry, seq)
+        of_class.by_age.push((seq.waiting_since,), self._next_entry, seq)
 
     def _key(self, seq: Sequence) -> Key:
         """Order within tenant and class: those that ran before and lost their place come first."""
         first = seq.latest_start if self._policy is Policy.DEADLINE else 0.0
         return (not seq.has_started, first, seq.request.arrival, seq.order)
+
+    def _rank(self, tenant: Tenant, key: Key) -> Key:
+        """Order among tenants of one class, by their heads. Under `fair`, service counts before all."""
+        return (tenant.service, key[0], *key[2:]) if self._policy is Policy.FAIR else key
 
     # --- who is next -------------------------------------------------------------------------------------
 
@@ -208,88 +288,14 @@ class WaitingQueue:
         """By how many classes its oldest member's wait lifts this one, since it last had its turn."""
         if self._aging_seconds is None:
             return 0.0
-        since = max(self._oldest(of_class), of_class.turn_at)
-        return max(0.0, (now - since) // self._aging_seconds)
-
-    def _oldest(self, of_class: _Class) -> float:
-        """Since when the oldest of a class waits, those left out whose tenant is at a limit of its own."""
-        oldest = of_class.oldest
-        while oldest:
-            since, entry, tenant = oldest[0]
-            if of_class.oldest_entry.get(tenant) != entry or tenant in self._aside:
-                heapq.heappop(oldest)
-                continue
-            ages = of_class.ages[tenant]
-            while ages and self._entry_of.get(ages[0][2]) != ages[0][1]:
-                heapq.heappop(ages)
-            if not ages:
-                heapq.heappop(oldest)
-                del of_class.ages[tenant], of_class.oldest_entry[tenant]
-            elif ages[0][0] != since:
-                heapq.heappop(oldest)
-                self._offer_age(of_class, tenant)
-            else:
-                return since
-        return math.inf
-
-    def _offer_age(self, of_class: _Class, tenant: Tenant) -> None:
-        self._next_entry += 1
-        of_class.oldest_entry[tenant] = self._next_entry
-        heapq.heappush(of_class.oldest, (of_class.ages[tenant][0][0], self._next_entry, tenant))
-        if len(of_class.oldest) > _SLACK + 2 * len(of_class.ages):
-            entries = of_class.oldest_entry
-            of_class.oldest[:] = [item for item in of_class.oldest if entries.get(item[2]) == item[1]]
-            heapq.heapify(of_class.oldest)
+        oldest = of_class.by_age.first()  # those left out whose tenant is at a limit of its own
+        if oldest is None:
+            return 0.0
+        return max(0.0, (now - max(oldest.waiting_since, of_class.turn_at)) // self._aging_seconds)
 
     def _head(self, of_class: _Class) -> Sequence | None:
-        """The next of one class. Ranks get worse as tenants are served, so a stale top is pushed down."""
-        ready = of_class.ready
-        while ready:
-            rank, entry, tenant = ready[0]
-            if of_class.ready_entry.get(tenant) != entry or tenant in self._aside:
-                heapq.heappop(ready)
-                continue
-            heap = of_class.heaps[tenant]
-            while heap and self._entry_of.get(heap[0][2]) != heap[0][1]:
-                heapq.heappop(heap)
-            if not heap:
-                heapq.heappop(ready)
-                del of_class.heaps[tenant], of_class.ready_entry[tenant]
-                continue
-            if self._rank(tenant, heap) != rank:
-                heapq.heappop(ready)
-                self._offer(of_class, tenant)
-                continue
-            return heap[0][2]
-        if not of_class.heaps and not of_class.num_parked:
+        """The next of one class; one that is empty is forgotten."""
+        head = of_class.by_turn.first()
+        if head is None and not of_class.by_turn and not of_class.num_parked:
             del self._classes[of_class.priority, of_class.is_recovering]
-        return None
-
-    def _rank(self, tenant: Tenant, heap: list[tuple[Key, int, Sequence]]) -> Rank:
-        """Order among tenants of one class, by their heads. Under `fair`, service counts before all."""
-        key = heap[0][0]
-        return (tenant.service, key[0], *key[2:]) if self._policy is Policy.FAIR else key
-
-    def _offer(self, of_class: _Class, tenant: Tenant) -> None:
-        rank = self._rank(tenant, of_class.heaps[tenant])
-        self._next_entry += 1
-        of_class.ready_entry[tenant] = self._next_entry
-        heapq.heappush(of_class.ready, (rank, self._next_entry, tenant))
-        if len(of_class.ready) > _SLACK + 2 * len(of_class.heaps):
-            entries = of_class.ready_entry
-            of_class.ready[:] = [item for item in of_class.ready if entries.get(item[2]) == item[1]]
-            heapq.heapify(of_class.ready)
-
-    def _sweep(self, of_class: _Class) -> None:
-        """Drops stale entries, and tenants of whom nobody waits."""
-        for tenant, heap in list(of_class.heaps.items()):
-            heap[:] = [item for item in heap if self._entry_of.get(item[2]) == item[1]]
-            heapq.heapify(heap)
-            if not heap:
-                del of_class.heaps[tenant], of_class.ready_entry[tenant]
-        for tenant, ages in list(of_class.ages.items()):
-            ages[:] = [item for item in ages if self._entry_of.get(item[2]) == item[1]]
-            heapq.heapify(ages)
-            if not ages:
-                del of_class.ages[tenant], of_class.oldest_entry[tenant]
-        of_class.num_entries = sum(map(len, of_class.heaps.values()))
+        return head

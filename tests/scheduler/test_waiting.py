@@ -203,10 +203,9 @@ def test_stale_entries_never_outnumber_the_living_by_much(policy: Policy, keep: 
         queue.push(seq)
         queue.remove(seq)
         for of_class in queue._classes.values():
-            assert len(of_class.oldest) <= 64 + 2 * 3
-            assert sum(len(ages) for ages in of_class.ages.values()) <= 64 + 2 * (len(queue) + 1)
-            assert len(of_class.ready) <= 64 + 2 * 3
-            assert sum(len(heap) for heap in of_class.heaps.values()) <= 64 + 2 * (len(queue) + 1)
+            for heaps in (of_class.by_turn, of_class.by_age):
+                assert len(heaps._offers) <= 64 + 2 * 3
+                assert sum(len(heap) for heap in heaps._heaps.values()) <= 64 + 2 * (len(queue) + 1)
     assert queue.peek(0.0) is (kept[0] if keep else None)
     assert len(queue) == keep
 
@@ -222,8 +221,8 @@ def test_tenants_that_have_gone_are_forgotten_while_others_wait(policy: Policy) 
         queue.remove(seq)
     assert queue.peek(0.0) is stays
     of_class = next(iter(queue._classes.values()))
-    assert max(len(of_class.ages), len(of_class.oldest_entry), len(of_class.oldest)) < 300
-    assert max(len(of_class.heaps), len(of_class.ready), len(of_class.ready_entry)) < 300
+    for heaps in (of_class.by_turn, of_class.by_age):
+        assert max(len(heaps._heaps), len(heaps._newest_offer), len(heaps._offers)) < 300
 
 
 def test_a_tenant_at_its_limit_may_be_recalled_when_all_it_had_waiting_was_given_up() -> None:
