@@ -23,9 +23,9 @@ from scheduler.executor_loop import ExecutorLoop
 from scheduler.leadership import Leadership
 from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
-from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
 from scheduler.recorder import Recorder, RecordingCore
+from scheduler.running_scheduler import RunningScheduler
 from scheduler.servicer import SchedulerServicer
 from scheduler.traces import SequenceTraces
 
@@ -52,15 +52,15 @@ async def _serve(settings: SchedulerSettings, tracer: Tracer | None) -> int:
         cache_secret=secrets.token_bytes(32),
     )
     core.witness = None if tracer is None else SequenceTraces(tracer)
-    loop = SchedulerLoop(core, on_serving=health.serving)
+    scheduler = RunningScheduler(core, on_serving=health.serving)
     servicer = SchedulerServicer(
-        loop, scheduler_id=settings.name, router_stall_seconds=settings.router_stall_seconds
+        scheduler, scheduler_id=settings.name, router_stall_seconds=settings.router_stall_seconds
     )
 
     async def lead(term: int) -> None:
         def executor_loop(address: Address) -> ExecutorLoop:
             return ExecutorLoop(
-                loop,
+                scheduler,
                 address,
                 scheduler_id=settings.name,
                 reattach_seconds=settings.reattach_seconds,
@@ -77,13 +77,13 @@ async def _serve(settings: SchedulerSettings, tracer: Tracer | None) -> int:
     leadership = None
     if settings.lease:
         lease = Lease(settings.name, settings.lease_seconds)
-        leadership = Leadership(lease, LeaseFile(Path(settings.lease)), loop, lead)
+        leadership = Leadership(lease, LeaseFile(Path(settings.lease)), scheduler, lead)
 
     collector.configure()
 
     async def background() -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(loop.run_timers())
+            tasks.create_task(scheduler.run_timers())
             tasks.create_task(lead(term=0) if leadership is None else leadership.run())
 
     try:
@@ -95,9 +95,9 @@ async def _serve(settings: SchedulerSettings, tracer: Tracer | None) -> int:
                 )
             },
             health=health,
-            metrics=[SchedulerMetrics(loop).families],
+            metrics=[SchedulerMetrics(scheduler).families],
             run=background,
-            drain=loop.drained if leadership is None else leadership.drained,
+            drain=scheduler.drained if leadership is None else leadership.drained,
         )
     finally:
         if recorder is not None:

@@ -24,7 +24,7 @@ from scheduler.executor_client import (
     LeftError,
 )
 from scheduler.executor_session import SessionBrokenError, check_ids
-from scheduler.loop import SchedulerLoop
+from scheduler.running_scheduler import RunningScheduler
 
 _log = structlog.get_logger()
 RECONNECT_SECONDS = 0.05  # at most
@@ -60,20 +60,20 @@ class Epoch:
 
     def __init__(
         self,
-        loop: SchedulerLoop,
+        scheduler: RunningScheduler,
         executor_id: str,
         wake: asyncio.Event,
         *,
         reattach_seconds: float,
         step_timeout_seconds: float,
     ) -> None:
-        """`wake`: set by the loop whenever the executor may have work."""
-        self._loop = loop
+        """`wake`: set by the scheduler whenever the executor may have work."""
+        self._scheduler = scheduler
         self._executor_id = executor_id
         self._wake = wake
         self._reattach_seconds = reattach_seconds
         self._step_timeout_seconds = step_timeout_seconds
-        self._state = loop.core.executors[executor_id]
+        self._state = scheduler.core.executors[executor_id]
 
     async def run(self, connect: Callable[[], ExecuteStream]) -> Loss:
         """Drives the executor over one stream after the other; returns why the epoch is over."""
@@ -81,7 +81,7 @@ class Epoch:
         executor_id, state, session = self._executor_id, self._state, self._state.session
         while True:
             acked = session.acked_step_id
-            started = self._loop.now()
+            started = self._scheduler.now()
             try:
                 await self._drive(connect())
             except HeldError as error:
@@ -96,12 +96,12 @@ class Epoch:
                 )
             except (SessionBrokenError, BlockError) as error:
                 is_unfit = isinstance(error, SessionBrokenError)
-                self._loop.core.counters.audits_failed += not is_unfit
+                self._scheduler.core.counters.audits_failed += not is_unfit
                 _log.error("epoch_given_up", executor=executor_id, error=str(error), **audit.describe(state))
                 reason = f"the epoch of the executor at {executor_id} was given up: {error}"
                 return Loss(reason, is_crash=is_unfit, is_unfit=is_unfit)
             except ExecutorUnreachableError as error:
-                now = self._loop.now()
+                now = self._scheduler.now()
                 has_worked = session.acked_step_id > acked or now - started > max(
                     self._reattach_seconds, HELD_SECONDS
                 )
@@ -121,7 +121,7 @@ class Epoch:
         for as long as the connection lasts, even after the call was cancelled.
         """
         state = self._state
-        state.clock.resumed(self._loop.now())
+        state.clock.resumed(self._scheduler.now())
         watching = asyncio.ensure_future(self._watch_steps())
         reading = asyncio.ensure_future(self._apply_results(stream))
         writing = asyncio.ensure_future(self._write_plans(stream))
@@ -157,19 +157,19 @@ class Epoch:
             await self._send_plans(stream)
             look_at = state.look_again_at
             if look_at is not None:
-                look_at = max(look_at, self._loop.now() + _MIN_LOOK_SECONDS)
+                look_at = max(look_at, self._scheduler.now() + _MIN_LOOK_SECONDS)
             with _waking_at(look_at, wake), _waking_at(state.held_until, wake):
                 await wake.wait()
 
     async def _watch_steps(self) -> None:
         """Raises StepLateError when a step is late."""
-        clock, session, loop = self._state.clock, self._state.session, self._loop
+        clock, session, scheduler = self._state.clock, self._state.session, self._scheduler
         while True:
             late_at = clock.late_at(self._step_timeout_seconds)
             if late_at is None:  # what is sent from now on cannot be late before that
                 await asyncio.sleep(self._step_timeout_seconds)
-            elif loop.now() < late_at:
-                await asyncio.sleep(late_at - loop.now())
+            elif scheduler.now() < late_at:
+                await asyncio.sleep(late_at - scheduler.now())
             else:
                 step_id = session.unanswered[0].step_id
                 await asyncio.sleep(_READING_SECONDS)
@@ -180,12 +180,12 @@ class Epoch:
                     )
 
     async def _send_plans(self, stream: ExecuteStream) -> None:
-        core, state = self._loop.core, self._state
+        core, state = self._scheduler.core, self._state
         while True:
-            plan = core.schedule(self._executor_id, self._loop.now())
+            plan = core.schedule(self._executor_id, self._scheduler.now())
             if plan is not None:
                 message = wire.plan_message(plan).SerializeToString()
-                self._loop.plan_leaves(self._executor_id, plan, len(message))
+                self._scheduler.plan_leaves(self._executor_id, plan, len(message))
                 await stream.send(message)
                 if plan.step_id % AUDIT_STEPS == 0:
                     audit.check_counts(state)
@@ -199,8 +199,10 @@ class Epoch:
         async for result in stream.results():
             check_ids(result, self._state.capacity.vocab_size)
             was_draining = self._state.is_draining
-            outcome = self._loop.core.update(self._executor_id, result, self._loop.now())
-            self._loop.result_applied(result.step_id, outcome, has_turned=result.draining != was_draining)
+            outcome = self._scheduler.core.update(self._executor_id, result, self._scheduler.now())
+            self._scheduler.result_applied(
+                result.step_id, outcome, has_turned=result.draining != was_draining
+            )
             self._wake.set()
 
 

@@ -25,7 +25,7 @@ from scheduler.executor_client import (
     LeftError,
     Opened,
 )
-from scheduler.loop import SchedulerLoop
+from scheduler.running_scheduler import RunningScheduler
 
 _log = structlog.get_logger()
 RETRY_SECONDS = 0.2
@@ -45,7 +45,7 @@ class ExecutorLoop:
 
     def __init__(
         self,
-        loop: SchedulerLoop,
+        scheduler: RunningScheduler,
         address: Address,
         *,
         scheduler_id: str,
@@ -57,7 +57,7 @@ class ExecutorLoop:
         on_held: Callable[[str, int], None] | None = None,
     ) -> None:
         """`term`: of the lease, 0 without one. `on_held(holder, term)` tells who has the executor instead."""
-        self._loop = loop
+        self._scheduler = scheduler
         self._term = term
         self._on_held = on_held
         self._step_timeout_seconds = step_timeout_seconds
@@ -71,7 +71,7 @@ class ExecutorLoop:
     @property
     def is_attached(self) -> bool:
         """Whether an epoch of this executor is being driven."""
-        return str(self._address) in self._loop.core.executors
+        return str(self._address) in self._scheduler.core.executors
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -81,7 +81,7 @@ class ExecutorLoop:
             while True:
                 opened = await self._open_fitting(executor_id)
                 wake = asyncio.Event()
-                self._loop.executor_attached(executor_id, opened, wake)
+                self._scheduler.executor_attached(executor_id, opened, wake)
                 capacity = opened.capacity
                 log.info(
                     "executor_attached",
@@ -97,13 +97,13 @@ class ExecutorLoop:
                     loss = await self._drive_epoch(executor_id, wake)
                     self._is_doubted = loss.is_unfit
                 finally:
-                    self._loop.executor_lost(executor_id, loss.reason, is_crash=loss.is_crash)
+                    self._scheduler.executor_lost(executor_id, loss.reason, is_crash=loss.is_crash)
                 log.warning("executor_lost", reason=loss.reason, is_crash=loss.is_crash)
                 # Not at once: an executor that breaks every epoch must not spin, and a scheduler that has
                 # just taken it over needs a moment to open its stream, by which it holds the executor.
                 await asyncio.sleep(RETRY_SECONDS)
         finally:
-            self._loop.executor_given_up(executor_id)
+            self._scheduler.executor_given_up(executor_id)
             await self._client.close()
 
     async def _open_fitting(self, executor_id: str) -> Opened:
@@ -111,14 +111,14 @@ class ExecutorLoop:
         attempt = num_fenced = 0
         while True:
             opened = await self._open(executor_id)
-            twin = self._loop.twin_of(executor_id, opened.capacity.instance_id)
+            twin = self._scheduler.twin_of(executor_id, opened.capacity.instance_id)
             if twin is not None:
-                self._loop.executor_missing(executor_id, f"{executor_id} is the same executor as {twin}")
+                self._scheduler.executor_missing(executor_id, f"{executor_id} is the same executor as {twin}")
                 await self._until_gone(twin)
                 continue
-            refusal = self._loop.refusal_of(executor_id, opened.capacity)
+            refusal = self._scheduler.refusal_of(executor_id, opened.capacity)
             if refusal is not None:
-                self._loop.executor_missing(executor_id, refusal)
+                self._scheduler.executor_missing(executor_id, refusal)
                 await asyncio.sleep(_backoff(attempt))
                 attempt += 1
             elif not self._is_doubted:
@@ -129,24 +129,24 @@ class ExecutorLoop:
                 seconds = _backoff(num_fenced, MAX_FENCED_SECONDS)
                 num_fenced += 1
                 _log.error("executor_fenced", executor=executor_id, seconds=round(seconds, 1), fault=fault)
-                self._loop.executor_missing(
+                self._scheduler.executor_missing(
                     executor_id, f"the executor at {executor_id} is fenced until it answers rightly: {fault}"
                 )
                 await asyncio.sleep(seconds)
 
     async def _rehearse(self, executor_id: str, opened: Opened) -> str | None:
         """Has it compute a request that nobody asked for; returns what went wrong, or None."""
-        loop = SchedulerLoop(SchedulerCore(), on_serving=lambda *_: None)
+        scheduler = RunningScheduler(SchedulerCore(), on_serving=lambda *_: None)
         wake = asyncio.Event()
-        loop.executor_attached(executor_id, opened, wake)
-        count = rehearsal.num_tokens(loop.core.max_total_tokens)
+        scheduler.executor_attached(executor_id, opened, wake)
+        count = rehearsal.num_tokens(scheduler.core.max_total_tokens)
         request = rehearsal.request(opened.capacity, count, wire.greedy_sampling(count))
         try:
-            seq = loop.core.submit(request, now=loop.now())
+            seq = scheduler.core.submit(request, now=scheduler.now())
         except RefusedError as error:
             return error.message
-        driving = asyncio.create_task(self._epoch(loop, executor_id, wake).run(self._client.execute))
-        ending = asyncio.create_task(loop.drained())
+        driving = asyncio.create_task(self._epoch(scheduler, executor_id, wake).run(self._client.execute))
+        ending = asyncio.create_task(scheduler.drained())
         try:
             await asyncio.wait([driving, ending], return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
@@ -165,7 +165,7 @@ class ExecutorLoop:
         num_looks = 0
         while num_looks < _TWIN_GONE_LOOKS:
             await asyncio.sleep(MAX_RETRY_SECONDS)
-            num_looks = 0 if executor_id in self._loop.core.executors else num_looks + 1
+            num_looks = 0 if executor_id in self._scheduler.core.executors else num_looks + 1
 
     async def _open(self, executor_id: str) -> Opened:
         attempt = 0
@@ -178,7 +178,7 @@ class ExecutorLoop:
                 self._tell_held(error)
                 # Asking again takes nothing from the holder: it is granted only when the holder has gone.
                 reason = f"the executor at {executor_id} belongs to another scheduler ({error})"
-            self._loop.executor_missing(executor_id, reason)
+            self._scheduler.executor_missing(executor_id, reason)
             await asyncio.sleep(_backoff(attempt))
             attempt += 1
 
@@ -188,18 +188,18 @@ class ExecutorLoop:
 
     async def _drive_epoch(self, executor_id: str, wake: asyncio.Event) -> Loss:
         """Until it is over; returns why."""
-        loss = await self._epoch(self._loop, executor_id, wake).run(self._client.execute)
+        loss = await self._epoch(self._scheduler, executor_id, wake).run(self._client.execute)
         if loss.is_late:
-            has_answered = self._loop.core.executors[executor_id].session.acked_step_id > 0
+            has_answered = self._scheduler.core.executors[executor_id].session.acked_step_id > 0
             self._num_late = 0 if has_answered else self._num_late + 1
         if loss.held is not None:
             self._tell_held(loss.held)
         return loss
 
-    def _epoch(self, loop: SchedulerLoop, executor_id: str, wake: asyncio.Event) -> Epoch:
+    def _epoch(self, scheduler: RunningScheduler, executor_id: str, wake: asyncio.Event) -> Epoch:
         # An executor whose first steps are slow, and nobody knows how slow yet, is given more time each time.
         return Epoch(
-            loop,
+            scheduler,
             executor_id,
             wake,
             reattach_seconds=self._reattach_seconds,

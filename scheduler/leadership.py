@@ -12,7 +12,7 @@ import structlog
 from rpc.errors import StartError
 from scheduler.lease import Lease, Role
 from scheduler.lease_file import LeaseFile, LeaseFileError
-from scheduler.loop import SchedulerLoop
+from scheduler.running_scheduler import RunningScheduler
 
 _log = structlog.get_logger()
 # A standby takes over at its next look, a quarter of a second away at most.
@@ -26,19 +26,19 @@ class Leadership:
         self,
         lease: Lease,
         file: LeaseFile,
-        loop: SchedulerLoop,
+        scheduler: RunningScheduler,
         lead: Callable[[int], Coroutine[None, None, None]],
     ) -> None:
         """`lead(term)` drives the executors; it is cancelled when another one leads."""
         self._lease = lease
         self._file = file
-        self._loop = loop
+        self._scheduler = scheduler
         self._lead = lead
         self._over = asyncio.Event()
         self._reason = ""
         self._is_leaving = False
         self._uses_file = asyncio.Lock()
-        loop.stand_by("standby: it has not looked yet who leads")
+        scheduler.stand_by("standby: it has not looked yet who leads")
 
     async def run(self) -> None:
         """Stands by and leads by turns until cancelled. Raises StartError, and what `lead` raises."""
@@ -52,7 +52,7 @@ class Leadership:
     def fenced(self, holder: str, term: int) -> None:
         """An executor says that another scheduler holds it."""
         was_leading = self._lease.role is not Role.STANDING_BY
-        self._lease.fenced(term, self._loop.now())
+        self._lease.fenced(term, self._scheduler.now())
         if was_leading:
             self._end_leading(f"{holder or 'another scheduler'} leads at term {term}")
 
@@ -67,7 +67,7 @@ class Leadership:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HAND_OVER_SECONDS):
                     await self._over.wait()
-        await self._loop.drained()
+        await self._scheduler.drained()
 
     # --- standing by --------------------------------------------------------------------------------------
 
@@ -76,10 +76,10 @@ class Leadership:
         while not self._is_leaving:
             try:
                 record, is_free = await asyncio.to_thread(self._file.look)
-                claim = lease.look(record, self._loop.now(), is_free=is_free)
+                claim = lease.look(record, self._scheduler.now(), is_free=is_free)
                 if claim is None:
                     if lease.leader:
-                        self._loop.stand_by(f"standby: {lease.leader} leads")
+                        self._scheduler.stand_by(f"standby: {lease.leader} leads")
                     if is_free:
                         self._file.let_go()
                 elif await asyncio.to_thread(self._file.claim, claim.record):
@@ -101,7 +101,7 @@ class Leadership:
 
     async def _lead_on(self) -> None:
         self._over.clear()
-        self._loop.lead()
+        self._scheduler.lead()
         leading = asyncio.ensure_future(self._lead(self._lease.term))
         leading.add_done_callback(lambda _: self._over.set())
         try:
@@ -117,7 +117,7 @@ class Leadership:
             await asyncio.wait([leading])
             self._file.let_go()
         _log.warning("stepped_down", term=self._lease.term, reason=self._reason)
-        self._loop.stand_by(f"standby: {self._reason}")
+        self._scheduler.stand_by(f"standby: {self._reason}")
 
     async def _beat(self) -> None:
         async with self._uses_file:
@@ -130,14 +130,14 @@ class Leadership:
                 is_mine = await asyncio.to_thread(self._file.is_mine)
                 if lease.role is not Role.LEADING:
                     return
-                record = lease.beat(self._loop.now(), is_mine=is_mine)
+                record = lease.beat(self._scheduler.now(), is_mine=is_mine)
                 if record is None:
                     self._end_leading("another scheduler has taken the lease")
                 else:
                     await asyncio.to_thread(self._file.write, record)
             elif lease.role is Role.LEAVING:
                 seen = await asyncio.to_thread(self._file.read)
-                if lease.role is Role.LEAVING and lease.seen(seen, self._loop.now()):
+                if lease.role is Role.LEAVING and lease.seen(seen, self._scheduler.now()):
                     assert seen is not None
                     self._end_leading(f"{seen.holder} leads at term {seen.term}")
         except (OSError, LeaseFileError) as error:  # it leads on: a standby that can read takes over

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from rpc.metrics import counter, counters, gauge, gauges, histogram
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import SHARED, Reason
-from scheduler.loop import SchedulerLoop
+from scheduler.running_scheduler import RunningScheduler
 from scheduler.sequence import FinishReason
 from scheduler.tenant_series import TenantSeries
 
@@ -21,9 +21,9 @@ _WAITING_REASONS = (*(reason.value for reason in SHARED), Reason.QUEUED_FOR_PREF
 class SchedulerMetrics:
     """The source of one scheduler."""
 
-    def __init__(self, loop: SchedulerLoop) -> None:
-        self._loop = loop
-        self._core = loop.core
+    def __init__(self, scheduler: RunningScheduler) -> None:
+        self._scheduler = scheduler
+        self._core = scheduler.core
         self._by_tenant = {
             "input": TenantSeries(lambda tenant: tenant.num_input_tokens),
             "output": TenantSeries(lambda tenant: tenant.num_output_tokens),
@@ -40,13 +40,15 @@ class SchedulerMetrics:
     # --- how it is now ----------------------------------------------------------------------------
 
     def _now(self) -> Iterator[Metric]:
-        core, loop = self._core, self._loop
-        yield gauge("scheduler_serving", "1 when requests are taken, else 0.", float(loop.is_serving))
+        core, scheduler = self._core, self._scheduler
+        yield gauge("scheduler_serving", "1 when requests are taken, else 0.", float(scheduler.is_serving))
         yield gauge(
-            "scheduler_leading", "1 when this scheduler leads, 0 on standby.", float(not loop.standing_by)
+            "scheduler_leading",
+            "1 when this scheduler leads, 0 on standby.",
+            float(not scheduler.standing_by),
         )
-        yield gauge("scheduler_term", "Its leadership term.", loop.term)
-        yield gauge("num_routers", "Routers connected.", loop.num_routers)
+        yield gauge("scheduler_term", "Its leadership term.", scheduler.term)
+        yield gauge("num_routers", "Routers connected.", scheduler.num_routers)
         yield gauge("num_executors", "Executors attached.", len(core.executors))
         yield gauge(
             "num_requests_running",
@@ -170,8 +172,8 @@ class SchedulerMetrics:
             "Of step_wall_seconds, what no executor computed: RPC and planning that came too late.",
             meters.overhead_seconds,
         )
-        yield counter("plans_sent", "Plans sent to executors.", self._loop.num_plans)
-        yield counter("plan_bytes", "Their size on the wire.", self._loop.num_plan_bytes)
+        yield counter("plans_sent", "Plans sent to executors.", self._scheduler.num_plans)
+        yield counter("plan_bytes", "Their size on the wire.", self._scheduler.num_plan_bytes)
 
     def _service(self) -> Metric:
         tenants = self._core.tenants

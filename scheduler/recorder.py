@@ -1,11 +1,11 @@
 """`--record FILE`: everything that the core is told, written down, so that it can be told again.
 
-    loop ──► RecordingCore ──► SchedulerCore
+    shell ─► RecordingCore ──► SchedulerCore
                   │ what was said: a reference or two
                   ▼
               Recorder, a thread: hashes ids, makes JSON, compresses, writes
 
-The loop's thread only puts values into a queue. Those are values that nobody changes any more: requests,
+The event loop only puts values into a queue. Those are values that nobody changes any more: requests,
 plans, results; of a token log, which grows, a part that is there. When the queue is full (a disk that stands
 still) or writing fails, the recording ends and the server goes on: a record has no gaps.
 """
@@ -354,7 +354,7 @@ class RecordingCore(SchedulerCore):
         self._recorder.put(lambda _: {"e": name, "t": now, **fields})
 
     def _look_at_streams(self) -> None:
-        """The loop says on the state itself that an executor's stream broke, or was opened again."""
+        """An epoch says on the state itself that an executor's stream broke, or was opened again."""
         for executor_id, state in self.executors.items():
             if (state.is_away, state.clock.began) != self._streams.get(executor_id):
                 self._put("stream", state.clock.began, executor=executor_id, is_away=state.is_away)

@@ -14,10 +14,10 @@ from rpc.errors import RequestError, abort
 from scheduler import wire
 from scheduler.door import RefusedError
 from scheduler.feed import FeedReader
-from scheduler.loop import SchedulerLoop, Watcher
 from scheduler.parts import PartAssembler
 from scheduler.promise import Promise
 from scheduler.router_session import RouterSession, SessionError, StepOutput, session_of
+from scheduler.running_scheduler import RunningScheduler, Watcher
 from scheduler.sequence import Finish, FinishReason, Request, Sequence, StatusCode
 
 _log = structlog.get_logger()
@@ -27,8 +27,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     """Serves routers."""
 
-    def __init__(self, loop: SchedulerLoop, *, scheduler_id: str, router_stall_seconds: float) -> None:
-        self._loop = loop
+    def __init__(
+        self, scheduler: RunningScheduler, *, scheduler_id: str, router_stall_seconds: float
+    ) -> None:
+        self._scheduler = scheduler
         self._scheduler_id = scheduler_id
         self._router_stall_seconds = router_stall_seconds
 
@@ -42,7 +44,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 context, RequestError(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
             )
         session = RouterSession(hello.hello.router_id, hello.hello.stream)
-        stream = _RouterStream(self._loop, session, self._scheduler_id)
+        stream = _RouterStream(self._scheduler, session, self._scheduler_id)
         log = _log.bind(router_id=stream.session.router_id)
         log.info("router_connected")
         reader = asyncio.ensure_future(stream.read(request_iterator))
@@ -53,7 +55,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             log.warning("router_broke_the_rules", error=str(error))
             end = RequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except _SteppedDownError:
-            end = RequestError(grpc.StatusCode.UNAVAILABLE, self._loop.standing_by or "another one leads")
+            end = RequestError(
+                grpc.StatusCode.UNAVAILABLE, self._scheduler.standing_by or "another one leads"
+            )
         except _SupersededError:
             message = "a newer stream of the same router has taken the place of this one"
             end = RequestError(grpc.StatusCode.ABORTED, message)
@@ -78,39 +82,39 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[router_pb2.StepSummary]:
         """Step summaries from now on."""
         watcher = Watcher(request.executor_id)
-        self._loop.watchers.add(watcher)
+        self._scheduler.watchers.add(watcher)
         try:
             while True:
                 yield await watcher.queue.get()
         finally:
-            self._loop.watchers.discard(watcher)
+            self._scheduler.watchers.discard(watcher)
 
     async def Follow(
         self, request: router_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.BatchChanges]:
         """The same for less: what changes, several steps in a message."""
         reader = FeedReader(request.executor_id)
-        self._loop.feed.join(reader)
+        self._scheduler.feed.join(reader)
         try:
             while True:
                 yield await reader.queue.get()
         finally:
-            self._loop.feed.leave(reader)
+            self._scheduler.feed.leave(reader)
 
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: Context
     ) -> scheduler_pb2.GetLoadResponse:
         """How busy this scheduler is."""
-        loop = self._loop
+        scheduler = self._scheduler
         return wire.load_message(
-            loop.core, scheduler_id=self._scheduler_id, term=loop.term, missing=loop.missing
+            scheduler.core, scheduler_id=self._scheduler_id, term=scheduler.term, missing=scheduler.missing
         )
 
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
         """Where the time of a tenant's request went, by the newest of that id."""
-        lines = self._loop.core.explain(request.request_id, self._loop.now(), request.tenant)
+        lines = self._scheduler.core.explain(request.request_id, self._scheduler.now(), request.tenant)
         if not lines:
             message = (
                 f"nothing is known of request {request.request_id!r}: it never was here, or is long over"
@@ -134,20 +138,20 @@ class _OtherPromiseError(Exception):
 class _RouterStream:
     """One Connect call: its session, and when to look at it again."""
 
-    def __init__(self, loop: SchedulerLoop, session: RouterSession, scheduler_id: str) -> None:
+    def __init__(self, scheduler: RunningScheduler, session: RouterSession, scheduler_id: str) -> None:
         self.session = session
-        self._loop = loop
+        self._scheduler = scheduler
         self._scheduler_id = scheduler_id
         self._wake = asyncio.Event()
         self._parts: PartAssembler[scheduler_pb2.Submit] = PartAssembler()
         self._told: tuple[bool, str] | None = None
         self._promise: Promise | None = None  # as of the welcome
-        self._num_step_downs = loop.num_step_downs
-        loop.join(session, self._wake)
+        self._num_step_downs = scheduler.num_step_downs
+        scheduler.join(session, self._wake)
 
     def close(self) -> None:
         """The stream is over."""
-        self._loop.leave(self.session)
+        self._scheduler.leave(self.session)
 
     @property
     def _is_over(self) -> bool:
@@ -157,7 +161,7 @@ class _RouterStream:
     @property
     def _has_stepped_down(self) -> bool:
         """Whether the scheduler has, since its welcome; a router that has none may stay."""
-        return self._promise is not None and self._num_step_downs != self._loop.num_step_downs
+        return self._promise is not None and self._num_step_downs != self._scheduler.num_step_downs
 
     # --- in ------------------------------------------------------------------------------------------------
 
@@ -173,7 +177,7 @@ class _RouterStream:
                     self._cancel(message.cancel)
                 case "ack":
                     for seq in self.session.acked(message.ack.message_id):
-                        self._loop.core.forget(seq)
+                        self._scheduler.core.forget(seq)
                     self._wake.set()
                 case "hello":
                     raise SessionError("Hello came a second time")
@@ -189,25 +193,25 @@ class _RouterStream:
                 return
             message, token_ids = whole
         self.session.check_new(message.handle)
-        now = self._loop.now()
+        now = self._scheduler.now()
         request = wire.request_of(message, token_ids, now)
         log = _log.bind(request_id=request.request_id, index=request.sample_index)
-        live = self._loop.core.sequences.get(request.key)
+        live = self._scheduler.core.sequences.get(request.key)
         try:
             self._check_may_read(request, live)
-            seq = self._loop.core.submit(request, array("I", message.output_token_ids), now=now)
+            seq = self._scheduler.core.submit(request, array("I", message.output_token_ids), now=now)
         except RefusedError as error:
             log.info("sequence_refused", error=error.message)
             self._refuse(message.handle, error)
             return
         if live is not None and live is not seq:
-            self._loop.deliver([live])  # its reader, if it has one, learns that it was given up
+            self._scheduler.deliver([live])  # its reader, if it has one, learns that it was given up
         older_reader = self.session.attach(message.handle, seq, len(message.output_token_ids))
         if older_reader is not None:
-            self._loop.wake_router(older_reader)
+            self._scheduler.wake_router(older_reader)
         log.info("sequence_submitted", num_prompt_tokens=seq.num_prompt_tokens, max_tokens=request.max_tokens)
         self._wake.set()
-        self._loop.queue_changed()
+        self._scheduler.queue_changed()
 
     def _check_may_read(self, request: Request, live: Sequence | None) -> None:
         """Raises RefusedError for a newcomer during shutdown, or for a key that another router is reading.
@@ -215,7 +219,7 @@ class _RouterStream:
         A router that comes back takes its own streams over, and what clients were promised is never refused.
         """
         if live is None:
-            if self._loop.is_leaving:
+            if self._scheduler.is_leaving:
                 raise RefusedError(StatusCode.UNAVAILABLE, "the scheduler is shutting down; try again")
             return
         reader = session_of(live)
@@ -237,24 +241,26 @@ class _RouterStream:
 
     def _cancel(self, message: scheduler_pb2.Cancel) -> None:
         """Gives a sequence up, unless another router has taken it over meanwhile."""
-        live = self._loop.core.sequences.get(message.key)
+        live = self._scheduler.core.sequences.get(message.key)
         reader = session_of(live) if live is not None else None
         if reader is not None and reader.router_id != self.session.router_id:
             return
         for handle in self._parts.give_up(message.key):
             self.session.refuse(handle, Finish(FinishReason.ABORT))
             self._wake.set()
-        seq = self._loop.core.cancel(message.key, wire.cancel_reason(message.reason), self._loop.now())
+        seq = self._scheduler.core.cancel(
+            message.key, wire.cancel_reason(message.reason), self._scheduler.now()
+        )
         if seq is None:
             return
         _log.info(
             "sequence_cancelled",
             request_id=seq.request.request_id,
             index=seq.request.sample_index,
-            step_id=self._loop.last_step_id,
+            step_id=self._scheduler.last_step_id,
         )
-        self._loop.deliver([seq])
-        self._loop.queue_changed()
+        self._scheduler.deliver([seq])
+        self._scheduler.queue_changed()
 
     # --- out -----------------------------------------------------------------------------------------------
 
@@ -267,7 +273,9 @@ class _RouterStream:
             for message in self._status_messages():
                 await self._send(context, message, stall_seconds)
             while (output := self._taken()) is not None:
-                await self._send(context, wire.output_message(output, self._loop.last_step_id), stall_seconds)
+                await self._send(
+                    context, wire.output_message(output, self._scheduler.last_step_id), stall_seconds
+                )
             if reader.done():
                 reader.result()
                 return
@@ -280,7 +288,7 @@ class _RouterStream:
             raise _SupersededError
         if self._has_stepped_down:
             raise _SteppedDownError
-        if self._promise is not None and self._promise != self._loop.promise:
+        if self._promise is not None and self._promise != self._scheduler.promise:
             raise _OtherPromiseError
 
     def _taken(self) -> StepOutput | None:
@@ -289,11 +297,11 @@ class _RouterStream:
         Who steps down gives up all it had, and none of these ends is for the router: its requests go on.
         """
         self._check_holds()
-        return self.session.take(self._loop.now())
+        return self.session.take(self._scheduler.now())
 
     def _seconds_to_stall(self, stall_seconds: float) -> float | None:
         oldest = self.session.oldest_unacked()
-        return None if oldest is None else max(0.0, oldest + stall_seconds - self._loop.now())
+        return None if oldest is None else max(0.0, oldest + stall_seconds - self._scheduler.now())
 
     @staticmethod
     async def _send(context: Context, message: scheduler_pb2.SchedulerMessage, stall_seconds: float) -> None:
@@ -301,12 +309,12 @@ class _RouterStream:
             await context.write(message)
 
     def _status_messages(self) -> list[scheduler_pb2.SchedulerMessage]:
-        loop = self._loop
+        scheduler = self._scheduler
         messages = []
-        if self._promise is None and loop.is_serving and loop.promise is not None:
-            self._num_step_downs, self._promise = loop.num_step_downs, loop.promise
-            messages.append(wire.welcome_message(self._scheduler_id, loop.term, loop.promise))
-        told = (loop.is_serving, loop.reason)
+        if self._promise is None and scheduler.is_serving and scheduler.promise is not None:
+            self._num_step_downs, self._promise = scheduler.num_step_downs, scheduler.promise
+            messages.append(wire.welcome_message(self._scheduler_id, scheduler.term, scheduler.promise))
+        told = (scheduler.is_serving, scheduler.reason)
         if told != self._told:
             self._told = told
             messages.append(wire.serving_message(*told))

@@ -25,8 +25,8 @@ from scheduler.executor_loop import ExecutorLoop
 from scheduler.leadership import Leadership
 from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
-from scheduler.loop import SchedulerLoop
 from scheduler.policy import Limits
+from scheduler.running_scheduler import RunningScheduler
 from scheduler.servicer import SchedulerServicer
 from tests.rig import toy_executor
 
@@ -238,7 +238,7 @@ class Shell:
         self._scheduler_id = scheduler_id
         self.serving: list[tuple[bool, str]] = []
         self.core = SchedulerCore(limits, padding_sampling=wire.padding_sampling())
-        self.loop = SchedulerLoop(
+        self.scheduler = RunningScheduler(
             self.core, on_serving=lambda serving, reason: self.serving.append((serving, reason))
         )
         self._stall_seconds = router_stall_seconds
@@ -249,7 +249,7 @@ class Shell:
         self.leadership: Leadership | None = None
         if lease_seconds is not None:
             lease = Lease(scheduler_id, lease_seconds)
-            self.leadership = Leadership(lease, LeaseFile(folder / "lease"), self.loop, self._lead)
+            self.leadership = Leadership(lease, LeaseFile(folder / "lease"), self.scheduler, self._lead)
 
     async def _lead(self, term: int) -> None:
         assert self.leadership is not None
@@ -263,7 +263,7 @@ class Shell:
         self, address: Address, term: int = 0, on_held: Callable[[str, int], None] | None = None
     ) -> ExecutorLoop:
         return ExecutorLoop(
-            self.loop,
+            self.scheduler,
             address,
             scheduler_id=self._scheduler_id,
             reattach_seconds=self._reattach_seconds,
@@ -276,14 +276,14 @@ class Shell:
     async def start(self) -> None:
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
         servicer = SchedulerServicer(
-            self.loop, scheduler_id=self._scheduler_id, router_stall_seconds=self._stall_seconds
+            self.scheduler, scheduler_id=self._scheduler_id, router_stall_seconds=self._stall_seconds
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)
         server.add_insecure_port(self.address)
         self._open.push_async_callback(server.stop, 0)
         await server.start()
         work = self.leadership or self._directory(self.executor_loop)
-        self.tasks = [asyncio.create_task(self.loop.run_timers()), asyncio.create_task(work.run())]
+        self.tasks = [asyncio.create_task(self.scheduler.run_timers()), asyncio.create_task(work.run())]
         self.channel = connect(
             Address.parse(self.address, field="--scheduler"), max_message_bytes=MAX_MESSAGE_BYTES
         )

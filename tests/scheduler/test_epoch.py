@@ -12,9 +12,9 @@ from protos.v1 import executor_pb2
 from scheduler.core import SchedulerCore
 from scheduler.epoch import Epoch, Loss
 from scheduler.executor_client import ExecuteStream, ExecutorUnreachableError, HeldError, Opened
-from scheduler.loop import SchedulerLoop
 from scheduler.plan import StepResult
 from scheduler.policy import Limits
+from scheduler.running_scheduler import RunningScheduler
 from scheduler.sequence import Request, State
 from tests.rig import toy_executor
 from tests.rig.checking_executor import capacity
@@ -94,7 +94,7 @@ async def test_an_executor_that_stays_away_is_lost_and_the_router_is_told(shell:
         executor.may_answer.clear()
         await router.submit(1, "a", [1, 2], 9)
         await until(lambda: executor.plans)
-    await until(lambda: not shell.loop.is_serving)
+    await until(lambda: not shell.scheduler.is_serving)
     assert shell.serving[-1][0] is False
     await until(lambda: not router.statuses[-1].serving)
     await until(lambda: shell.executor_address in router.statuses[-1].reason)
@@ -182,11 +182,11 @@ class DeafStream:
 
 async def _loss_of(stream: DeafStream) -> Loss:
     core = SchedulerCore(Limits())
-    loop = SchedulerLoop(core, on_serving=lambda serving, reason: None)
+    scheduler = RunningScheduler(core, on_serving=lambda serving, reason: None)
     wake = asyncio.Event()
-    loop.executor_attached("e", Opened(1, 1, capacity()), wake)
-    core.submit(Request(b"k" * 16, "a", array("I", [1, 2]), b"", 5), now=loop.now())
-    epoch = Epoch(loop, "e", wake, reattach_seconds=0.1, step_timeout_seconds=0.01)
+    scheduler.executor_attached("e", Opened(1, 1, capacity()), wake)
+    core.submit(Request(b"k" * 16, "a", array("I", [1, 2]), b"", 5), now=scheduler.now())
+    epoch = Epoch(scheduler, "e", wake, reattach_seconds=0.1, step_timeout_seconds=0.01)
     async with asyncio.timeout(20):
         return await epoch.run(lambda: cast(ExecuteStream, stream))
 
@@ -224,19 +224,19 @@ class DeadStream:
 async def test_nothing_is_planned_for_an_executor_that_is_not_connected_again() -> None:
     """Else it waited there while others could compute it, and was found guilty of two deaths it never saw."""
     core = SchedulerCore(Limits())
-    loop = SchedulerLoop(core, on_serving=lambda serving, reason: None)
+    scheduler = RunningScheduler(core, on_serving=lambda serving, reason: None)
     stream = DeadStream()
     for executor_id in ("a", "b"):
         wake = asyncio.Event()
-        loop.executor_attached(executor_id, Opened(1, 1, capacity()), wake)
-        epoch = Epoch(loop, executor_id, wake, reattach_seconds=0.1, step_timeout_seconds=60.0)
-        seq = core.submit(Request(b"k" * 16, "a", array("I", [1, 2]), b"", 5), now=loop.now())
+        scheduler.executor_attached(executor_id, Opened(1, 1, capacity()), wake)
+        epoch = Epoch(scheduler, executor_id, wake, reattach_seconds=0.1, step_timeout_seconds=60.0)
+        seq = core.submit(Request(b"k" * 16, "a", array("I", [1, 2]), b"", 5), now=scheduler.now())
         before = stream.num_begun
         async with asyncio.timeout(20):
             loss = await epoch.run(lambda: cast(ExecuteStream, stream))
         assert stream.num_begun > before + 1
         assert (loss.is_crash, seq.state) == (True, State.WAITING)
-        loop.executor_lost(executor_id, loss.reason, is_crash=True)
+        scheduler.executor_lost(executor_id, loss.reason, is_crash=True)
     assert not core.inquiry
 
 
@@ -354,7 +354,7 @@ async def test_blocks_that_nobody_owns_and_that_are_not_free_are_cured_by_a_new_
     shell.core.executors[shell.executor_address].blocks.allocate(1)  # leaked
     await router.submit(1, "a", [1, 2], 5)
     await until(lambda: executor.num_opened == 2)
-    await until(lambda: shell.loop.is_serving)
+    await until(lambda: shell.scheduler.is_serving)
     await until(lambda: 1 in router.finished)
     assert router.ids[1] == expected_ids([1, 2], 5)
     state = shell.core.executors[shell.executor_address]

@@ -64,7 +64,7 @@ async def test_a_scheduler_that_was_fenced_off_gives_the_new_holder_time_to_open
     executor.may_answer.set()
     await plans.write(executor_pb2.BatchPlan(epoch=opened.epoch, step_id=1))
     assert (await plans.read()).step_id == 1
-    await until(lambda: not shell.loop.is_serving)
+    await until(lambda: not shell.scheduler.is_serving)
     assert executor.holder == "another"
     plans.cancel()
     await until(lambda: 1 in router.finished)

@@ -194,7 +194,9 @@ async def test_an_executor_with_another_model_or_numbers_does_not_serve_beside_o
     router = await quick.shell.welcomed()
     quick.expect("other")
     await quick.serve(other, "other")
-    await until(lambda: "does not fit the others" in quick.shell.loop.missing.get(quick.address("other"), ""))
+    await until(
+        lambda: "does not fit the others" in quick.shell.scheduler.missing.get(quick.address("other"), "")
+    )
     await router.submit(1, "r1", [1, 7], 5)
     await until(lambda: 1 in router.finished)
     assert not other.plans
@@ -227,10 +229,10 @@ async def test_one_executor_under_two_addresses_is_attached_once(quick: Executor
     await quick.serve(executor, "alias")
     quick.expect("alias")
     # Under which of them depends on what is seen first: the alias's Open, or that it ended the epoch before.
-    loop, names = quick.shell.loop, {quick.address("executor"), quick.address("alias")}
-    await until(lambda: any("same executor" in reason for reason in loop.missing.values()))
+    scheduler, names = quick.shell.scheduler, {quick.address("executor"), quick.address("alias")}
+    await until(lambda: any("same executor" in reason for reason in scheduler.missing.values()))
     await until(lambda: len(quick.shell.core.executors) == 1)
-    assert {*loop.missing, *quick.shell.core.executors} == names
+    assert {*scheduler.missing, *quick.shell.core.executors} == names
 
 
 # --- a request that executors die of ------------------------------------------------------------------
@@ -350,7 +352,7 @@ async def test_an_executor_that_answers_everything_wrongly_is_fenced_and_no_requ
     liar.first_ids = ANY_ID
     await until(lambda: len(router.finished) == 6)
     assert all(right(router, handle, 60) for handle in range(1, 7))
-    missing = quick.shell.loop.missing
+    missing = quick.shell.scheduler.missing
     await until(lambda: "is fenced until it answers rightly" in missing.get(quick.address("executor"), ""))
     assert router.statuses[-1].serving
     liar.first_ids = ()  # repaired

@@ -18,8 +18,8 @@ from scheduler.executor_client import ExecutorClient
 from scheduler.leadership import Leadership
 from scheduler.lease import Lease
 from scheduler.lease_file import LeaseFile
-from scheduler.loop import SchedulerLoop
 from scheduler.policy import Limits
+from scheduler.running_scheduler import RunningScheduler
 from tests.scheduler.shell import (
     MAX_MESSAGE_BYTES,
     ObedientExecutor,
@@ -43,7 +43,7 @@ async def pair(folder: Path) -> AsyncIterator[tuple[Shell, Shell, ObedientExecut
             shells.append(await stack.enter_async_context(shell))
             if name == "first":
                 await stack.enter_async_context(serving_executor(executor, shell.executor_address))
-                await until(lambda: shells[0].loop.is_serving)
+                await until(lambda: shells[0].scheduler.is_serving)
         yield shells[0], shells[1], executor
 
 
@@ -75,7 +75,7 @@ async def test_a_leader_that_leaves_hands_over_at_once_and_what_it_began_goes_on
         await until(lambda: 1 in new.finished)
         assert new.ids[1] == expected_ids([5, 6], 40)
         assert first.core.is_idle
-        assert not first.loop.is_serving
+        assert not first.scheduler.is_serving
 
 
 async def test_without_a_standby_a_leader_that_leaves_ends_what_it_has(short_folder: Path) -> None:
@@ -111,8 +111,8 @@ async def test_a_leader_whose_executor_is_held_at_a_higher_term_steps_down_and_n
         await client.close()
         executor.may_answer.set()
         assert await router.ended() is grpc.StatusCode.UNAVAILABLE
-        await until(lambda: shell.loop.standing_by == "standby: new leads at term 7")
-        assert not shell.loop.is_serving
+        await until(lambda: shell.scheduler.standing_by == "standby: new leads at term 7")
+        assert not shell.scheduler.is_serving
         assert shell.core.is_idle
         assert executor.holder == "new"
         assert LeaseFile(short_folder / "lease").look()[1], "the lease is free for whoever may lead"
@@ -123,15 +123,15 @@ async def test_a_leader_that_was_usurped_finds_it_out_by_itself(short_folder: Pa
     """Even when no executor tells it: none is attached here."""
     shell = Shell(short_folder, Limits(watermark=0.0), scheduler_id="old", lease_seconds=LEASE_SECONDS)
     async with shell:
-        await until(lambda: not shell.loop.standing_by)
+        await until(lambda: not shell.scheduler.standing_by)
         usurper = LeaseFile(short_folder / "lease")
         record, _ = usurper.look()
         assert record is not None
         assert usurper.claim(type(record)(record.term + 1, "new", 1))
-        await until(lambda: shell.loop.standing_by)
-        await until(lambda: shell.loop.standing_by == "standby: new leads")
+        await until(lambda: shell.scheduler.standing_by)
+        await until(lambda: shell.scheduler.standing_by == "standby: new leads")
         usurper.let_go()
-        await until(lambda: not shell.loop.standing_by)
+        await until(lambda: not shell.scheduler.standing_by)
         record = LeaseFile(short_folder / "lease").read()
         assert record is not None
         assert (record.term, record.holder) == (3, "old")
@@ -141,8 +141,8 @@ async def test_a_leader_that_was_usurped_finds_it_out_by_itself(short_folder: Pa
 async def test_a_lease_that_cannot_be_had_keeps_the_process_from_starting(
     short_folder: Path, path: str
 ) -> None:
-    loop = SchedulerLoop(SchedulerCore(Limits()), on_serving=lambda serving, reason: None)
-    leadership = Leadership(Lease("a", 1.0), LeaseFile(short_folder / path), loop, lead_nothing)
+    scheduler = RunningScheduler(SchedulerCore(Limits()), on_serving=lambda serving, reason: None)
+    leadership = Leadership(Lease("a", 1.0), LeaseFile(short_folder / path), scheduler, lead_nothing)
     with pytest.raises(StartError, match=r"--lease: .*directory: "):
         await leadership.run()
 
@@ -151,8 +151,8 @@ async def test_a_lease_file_that_is_something_else_keeps_the_process_from_starti
     short_folder: Path,
 ) -> None:
     (short_folder / "lease").write_text("[tenants]")
-    loop = SchedulerLoop(SchedulerCore(Limits()), on_serving=lambda serving, reason: None)
-    leadership = Leadership(Lease("a", 1.0), LeaseFile(short_folder / "lease"), loop, lead_nothing)
+    scheduler = RunningScheduler(SchedulerCore(Limits()), on_serving=lambda serving, reason: None)
+    leadership = Leadership(Lease("a", 1.0), LeaseFile(short_folder / "lease"), scheduler, lead_nothing)
     with pytest.raises(StartError, match="is no lease file: name a file that is the lease's alone"):
         await leadership.run()
 

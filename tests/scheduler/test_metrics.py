@@ -3,9 +3,9 @@
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
 from scheduler.policy import Limits
+from scheduler.running_scheduler import RunningScheduler
 from scheduler.sequence import FinishReason
 from scheduler.tenants import TenantLimits
 from tests.rig.scrape import Scrape, parsed
@@ -14,7 +14,7 @@ from tests.scheduler.harness import EXECUTOR, Harness
 
 class Told:
     def __init__(self, harness: Harness) -> None:
-        self.metrics = SchedulerMetrics(SchedulerLoop(harness.core, on_serving=lambda *_: None))
+        self.metrics = SchedulerMetrics(RunningScheduler(harness.core, on_serving=lambda *_: None))
 
     def collect(self) -> list[object]:
         return list(self.metrics.families())

@@ -11,9 +11,9 @@ import structlog
 from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from scheduler.core import SchedulerCore
 from scheduler.executor_client import Opened
-from scheduler.loop import SchedulerLoop
 from scheduler.policy import Limits
 from scheduler.router_session import MAX_UNACKED_MESSAGES, RouterSession
+from scheduler.running_scheduler import RunningScheduler
 from scheduler.sequence import StatusCode
 from scheduler.servicer import _RouterStream, _SteppedDownError
 from tests.rig import toy_executor
@@ -39,7 +39,7 @@ ERROR = common_pb2.FINISH_REASON_ERROR
 async def test_a_router_is_welcomed_once_and_told_that_requests_are_served(
     shell: Shell, executor: ObedientExecutor
 ) -> None:
-    await until(lambda: shell.loop.is_serving)
+    await until(lambda: shell.scheduler.is_serving)
     router = await shell.connect()
     await until(lambda: len(router.messages) == 2)
     welcome = router.messages[0].welcome
@@ -307,7 +307,7 @@ async def test_a_router_that_reads_nothing_orphans_its_sequences_all_the_same() 
             call = shell.stub.Connect()
             hello = scheduler_pb2.Hello(router_id="deaf", protocol_revision=1)
             await call.write(scheduler_pb2.RouterMessage(hello=hello))
-            await until(lambda: shell.loop.is_serving)
+            await until(lambda: shell.scheduler.is_serving)
             executor.may_answer.clear()
             await call.write(_submit(sampling=common_pb2.SamplingParams(max_tokens=100)))
             await until(lambda: executor.plans)
@@ -447,7 +447,7 @@ async def test_b27_streams_that_break_leave_nothing_behind(
         await until(lambda: len(router.ids[1]) >= 1)  # noqa: B023 - awaited within its round
         await router.cancel(f"r{number}")
         await router.leave()
-        await until(lambda: not shell.loop._router_wakes)
+        await until(lambda: not shell.scheduler._router_wakes)
         if number == 10:
             num_tasks = len(asyncio.all_tasks())
     assert num_tasks is not None
@@ -475,9 +475,9 @@ class _SlowRouter:
 async def test_a_step_down_while_a_write_waits_is_no_end_for_the_router() -> None:
     """What it was promised goes on at the new leader, so the old one must not say that it gave it up."""
     core = SchedulerCore(Limits(watermark=0.0))
-    loop = SchedulerLoop(core, on_serving=lambda *_: None)
-    loop.executor_attached("e", Opened(1, 1, capacity()), asyncio.Event())
-    stream, router = _RouterStream(loop, RouterSession("router", 1), "scheduler"), _SlowRouter()
+    scheduler = RunningScheduler(core, on_serving=lambda *_: None)
+    scheduler.executor_attached("e", Opened(1, 1, capacity()), asyncio.Event())
+    stream, router = _RouterStream(scheduler, RouterSession("router", 1), "scheduler"), _SlowRouter()
     reading: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     writing = asyncio.create_task(stream.write(router, reading, 5.0))  # type: ignore[arg-type]
     submit = scheduler_pb2.Submit(handle=7, key=key_of("r"), request_id="r", prompt_token_ids=[1, 2, 3])
@@ -487,11 +487,11 @@ async def test_a_step_down_while_a_write_waits_is_no_end_for_the_router() -> Non
     executor = CheckingExecutor(capacity(), 1, {request.sampling: request})
 
     def step() -> None:
-        plan = core.schedule("e", loop.now())
+        plan = core.schedule("e", scheduler.now())
         assert plan is not None
         executor.send(plan)
         result = executor.run()
-        loop.result_applied(result.step_id, core.update("e", result, loop.now()), has_turned=False)
+        scheduler.result_applied(result.step_id, core.update("e", result, scheduler.now()), has_turned=False)
 
     await until(lambda: len(router.taken) == 3)  # the welcome, the status, that it is taken in
     router.may_take.clear()
@@ -499,8 +499,8 @@ async def test_a_step_down_while_a_write_waits_is_no_end_for_the_router() -> Non
     step()
     await router.is_writing.wait()
     step()
-    loop.executor_lost("e", "fenced", is_crash=False)
-    loop.stand_by("another one leads")
+    scheduler.executor_lost("e", "fenced", is_crash=False)
+    scheduler.stand_by("another one leads")
     router.may_take.set()
     with pytest.raises(_SteppedDownError):
         await writing
@@ -535,7 +535,7 @@ async def test_load_counts_what_runs_and_what_waits() -> None:
 async def test_a_watcher_sees_who_enters_and_who_leaves(shell: Shell, executor: ObedientExecutor) -> None:
     router = await shell.welcomed()
     call = shell.stub.Watch(router_pb2.WatchRequest())
-    await until(lambda: shell.loop.watchers)
+    await until(lambda: shell.scheduler.watchers)
     await router.submit(1, "a", [1, 2], 3)
     summaries = []
     async for summary in call:
@@ -550,17 +550,19 @@ async def test_a_watcher_sees_who_enters_and_who_leaves(shell: Shell, executor: 
     assert [(leaver.request_id, leaver.reason) for leaver in summaries[-1].left] == [("a", LENGTH)]
     assert [summary.step_id for summary in summaries] == list(range(1, len(summaries) + 1))
     assert all(summary.executor_id == shell.executor_address for summary in summaries)
-    await until(lambda: not shell.loop.watchers)
+    await until(lambda: not shell.scheduler.watchers)
 
 
 async def test_a_watcher_of_another_executor_sees_nothing(shell: Shell, executor: ObedientExecutor) -> None:
     router = await shell.welcomed()
     other = shell.stub.Watch(router_pb2.WatchRequest(executor_id="another"))
     mine = shell.stub.Watch(router_pb2.WatchRequest(executor_id=shell.executor_address))
-    await until(lambda: len(shell.loop.watchers) == 2)
+    await until(lambda: len(shell.scheduler.watchers) == 2)
     await router.submit(1, "a", [1, 2], 3)
     await mine.read()
-    assert all(watcher.queue.empty() for watcher in shell.loop.watchers if watcher.executor_id == "another")
+    assert all(
+        watcher.queue.empty() for watcher in shell.scheduler.watchers if watcher.executor_id == "another"
+    )
     other.cancel()
     mine.cancel()
 
@@ -570,7 +572,7 @@ async def test_a_follower_sees_every_step_and_who_enters_and_leaves(
 ) -> None:
     router = await shell.welcomed()
     call = shell.stub.Follow(router_pb2.WatchRequest())
-    await until(lambda: shell.loop.feed.has_readers)
+    await until(lambda: shell.scheduler.feed.has_readers)
     await router.submit(1, "a", [1, 2], 3)
     steps: list[scheduler_pb2.StepChange] = []
     async for message in call:
@@ -583,7 +585,7 @@ async def test_a_follower_sees_every_step_and_who_enters_and_leaves(
     assert [(leaver.request_id, leaver.reason) for leaver in steps[-1].left] == [("a", LENGTH)]
     numbers = [step.step_id + i for step in steps for i in range(step.num_alike + 1)]
     assert numbers == list(range(1, len(numbers) + 1))
-    await until(lambda: not shell.loop.feed.has_readers)
+    await until(lambda: not shell.scheduler.feed.has_readers)
 
 
 async def test_explain_names_a_request_of_which_nothing_is_known(shell: Shell) -> None:
@@ -616,7 +618,7 @@ async def test_a_scheduler_that_drains_finishes_what_it_has_and_takes_nothing_ne
     executor.may_answer.clear()
     await router.submit(1, "a", [1, 2], 10)
     await until(lambda: executor.plans)
-    draining = asyncio.ensure_future(shell.loop.drained())
+    draining = asyncio.ensure_future(shell.scheduler.drained())
     await until(lambda: not router.statuses[-1].serving)
     assert "shutting down" in router.statuses[-1].reason
     await router.submit(2, "b", [1, 2], 10)

@@ -49,7 +49,7 @@ class Watcher:
         self.queue.put_nowait(summary)
 
 
-class SchedulerLoop:
+class RunningScheduler:
     """What the executors' loops, the routers' streams, the timers and the lease have in common."""
 
     def __init__(self, core: SchedulerCore, *, on_serving: Callable[[bool, str], None]) -> None:

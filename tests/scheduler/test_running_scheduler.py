@@ -8,8 +8,8 @@ import pytest
 from protos.v1 import router_pb2
 from scheduler.core import SchedulerCore
 from scheduler.executor_client import Opened
-from scheduler.loop import MAX_SUMMARIES_PENDING, SchedulerLoop, Watcher
 from scheduler.plan import Capacity
+from scheduler.running_scheduler import MAX_SUMMARIES_PENDING, RunningScheduler, Watcher
 from tests.rig.checking_executor import capacity
 from tests.scheduler.shell import (
     ObedientExecutor,
@@ -65,33 +65,33 @@ async def test_no_pause_between_a_timer_and_its_sequence_when_an_earlier_one_com
 async def test_what_routers_are_promised_is_what_every_executor_that_is_there_can_do(
     poorer: Capacity,
 ) -> None:
-    loop = SchedulerLoop(SchedulerCore(), on_serving=lambda *_: None)
+    scheduler = RunningScheduler(SchedulerCore(), on_serving=lambda *_: None)
     able = replace(capacity(), features=frozenset({"penalties", "constraints"}))
-    loop.executor_attached("able", Opened(1, 1, able), asyncio.Event())
-    before = loop.promise
+    scheduler.executor_attached("able", Opened(1, 1, able), asyncio.Event())
+    before = scheduler.promise
     assert before is not None
     assert (before.max_total_tokens, before.features) == (256, able.features)
-    loop.executor_attached("poorer", Opened(2, 1, poorer), asyncio.Event())
-    assert loop.promise is not None
-    assert loop.promise != before
-    assert loop.promise.max_total_tokens == min(256, poorer.max_seq_len)
-    assert loop.promise.features == poorer.features
-    loop.executor_lost("poorer", "gone", is_crash=False)
-    assert (loop.promise.max_total_tokens, loop.promise.features) == (256, able.features)
-    loop.executor_lost("able", "gone", is_crash=False)
-    assert loop.promise.max_total_tokens == 256  # nobody is told anything new by an absence
+    scheduler.executor_attached("poorer", Opened(2, 1, poorer), asyncio.Event())
+    assert scheduler.promise is not None
+    assert scheduler.promise != before
+    assert scheduler.promise.max_total_tokens == min(256, poorer.max_seq_len)
+    assert scheduler.promise.features == poorer.features
+    scheduler.executor_lost("poorer", "gone", is_crash=False)
+    assert (scheduler.promise.max_total_tokens, scheduler.promise.features) == (256, able.features)
+    scheduler.executor_lost("able", "gone", is_crash=False)
+    assert scheduler.promise.max_total_tokens == 256  # nobody is told anything new by an absence
 
 
 async def test_other_numbers_or_names_that_are_not_told_are_no_other_promise() -> None:
-    loop = SchedulerLoop(SchedulerCore(), on_serving=lambda *_: None)
+    scheduler = RunningScheduler(SchedulerCore(), on_serving=lambda *_: None)
     one = replace(capacity(), model_fingerprint="m", numerics_fingerprint="avx2", dtype="float32")
-    loop.executor_attached("one", Opened(1, 1, one), asyncio.Event())
-    before = loop.promise
+    scheduler.executor_attached("one", Opened(1, 1, one), asyncio.Event())
+    before = scheduler.promise
     other = replace(one, model_fingerprint="", numerics_fingerprint="amx", dtype="bfloat16")
-    loop.executor_attached("other", Opened(2, 1, other), asyncio.Event())
+    scheduler.executor_attached("other", Opened(2, 1, other), asyncio.Event())
     assert before is not None
-    assert loop.promise == before
-    assert loop.promise.model_fingerprint == "m"
+    assert scheduler.promise == before
+    assert scheduler.promise.model_fingerprint == "m"
 
 
 async def test_who_was_promised_more_is_welcomed_anew(shell: Shell) -> None:
@@ -100,8 +100,8 @@ async def test_who_was_promised_more_is_welcomed_anew(shell: Shell) -> None:
         executor.may_answer.clear()
         await router.submit(1, "r", [1], 30)
         await until(lambda: 1 in router.started or executor.plans)
-        shell.loop.executor_attached(
-            "small", Opened(77, 1, replace(shell.loop.capacity, max_seq_len=50)), asyncio.Event()
+        shell.scheduler.executor_attached(
+            "small", Opened(77, 1, replace(shell.scheduler.capacity, max_seq_len=50)), asyncio.Event()
         )
         assert (await router.ended()).name == "UNAVAILABLE"
         again = await shell.welcomed()
