@@ -11,15 +11,14 @@ important came, or the executor died.
 
 Must not know: gRPC, protobuf, asyncio, the clock (time is an argument), text, tensors, routers. It owns every
 sequence, the waiting queue, and for each executor the running set, the blocks and the session. Who is refused
-at the door is `door`'s business, who enters the batch `entrance`'s, who must go `room`'s, and what a result
+at the door is `door`'s business, who must go `room`'s, who enters the batch `admitting`'s, and what a result
 brings `results`'.
 """
 
-import math
 from dataclasses import replace
 from typing import Protocol
 
-from scheduler import door, entrance, padding, placement, policy, results, room
+from scheduler import admitting, door, entrance, padding, policy, results, room
 from scheduler.batching import Batching
 from scheduler.counters import Counters, Outcome
 from scheduler.drain_rate import DrainRate
@@ -47,7 +46,7 @@ from scheduler.stranded import Stranded
 from scheduler.tenants import Tenants
 from scheduler.timers import Timers
 from scheduler.token_ids import NO_IDS, TokenIds
-from scheduler.waiting import Policy, WaitingQueue
+from scheduler.waiting import WaitingQueue
 
 
 class Witness(Protocol):
@@ -314,12 +313,12 @@ class SchedulerCore:
         may_enter = self.batching.may_enter(num_running=len(state.running)) and not state.is_draining
         rows = Rows(state.max_num_batched_tokens)
         for pad in state.entering_padding:
-            self._enter(state, pad, pad.block_table, rows)
+            self.enter(state, pad, pad.block_table, rows)
         state.entering_padding = []
         unfinished = self._decode_rows(state, rows)
         if self.limits.max_step_us is not None and rows.rows:
             self._cut_to_step_time(state, rows)
-        self._give_out(state, unfinished, rows, may_enter=may_enter)
+        admitting.give_out(self, state, unfinished, rows, now, may_enter=may_enter)
         return self._plan(state, rows)
 
     def _may_send(self, state: ExecutorState, now: float) -> bool:
@@ -423,174 +422,11 @@ class SchedulerCore:
             room = max(within - len(rows.rows), state.blocks.block_size)
             rows.budget = min(rows.budget, room)
 
-    def _give_out(
-        self, state: ExecutorState, unfinished: list[Sequence], rows: Rows, *, may_enter: bool
-    ) -> None:
-        """Gives out the token budget: importance first, then the policy's order, then order of admission.
+    def find_place(self, state: ExecutorState, seq: Sequence, *, follows: bool) -> entrance.Found:
+        """Whether `seq`, the next one, may enter; with `follows`, it may wait for a prefix under way."""
+        return entrance.find(self, state, seq, follows=follows)
 
-        Who waits and is more important comes before the chunk of a long prompt; who is not, after it.
-        """
-        state.look_again_at = None
-        state.num_queued_tokens = 0
-        if not (unfinished or self.waiting):
-            if may_enter:
-                self.clocks.set(Reason.QUEUED_FOR_STEP, self._now)
-            return
-        if len(unfinished) > 1:
-            self._order(unfinished)
-        budget = rows.budget
-        state.num_queued_tokens = sum(
-            seq.num_computable_tokens - seq.num_computed_tokens for seq in unfinished
-        )
-        self.recovery_pace.begin(state, unfinished, rows, self.waiting, self._now)
-        turn = placement.Turn(self, state) if len(self.executors) > 1 else None
-        alone = self.inquiry.only_these(self, state, self._now) if self.inquiry and may_enter else None
-        try:
-            for seq in unfinished:
-                if may_enter and alone is None:
-                    self._admit(state, rows, turn, before=seq.request.priority)
-                if rows.budget <= 0:
-                    break
-                self._chunk(seq, rows)
-            if may_enter and alone is None:
-                self._admit(state, rows, turn)
-        finally:
-            if turn is not None:
-                self._end_turn(state, turn)
-        self._admit_alone(state, rows, alone or [])
-        state.num_queued_tokens -= budget - rows.budget
-
-    def _end_turn(self, state: ExecutorState, turn: placement.Turn) -> None:
-        """Who was left to others has its place in the queue again."""
-        for seq in turn.left:
-            self.unpark(seq)
-        if not state.running:
-            state.look_again_at = turn.look_again_at
-
-    def _chunk(self, seq: Sequence, rows: Rows) -> None:
-        """Plans as many uncomputed tokens of `seq` as the budget allows; less when it recovers."""
-        if not seq.is_recovering:
-            rows.chunk(seq, rows.budget)
-            return
-        limit = min(rows.budget, rows.recompute_budget) if rows.others_wait else rows.budget
-        if self.inquiry:
-            limit = min(limit, self.inquiry.num_harmless(seq) or limit)
-        if limit > 0:
-            before = rows.budget
-            rows.chunk(seq, limit)
-            rows.recompute_budget -= before - rows.budget
-
-    def _order(self, unfinished: list[Sequence]) -> None:
-        match self.limits.policy:
-            case Policy.FCFS:
-                unfinished.sort(key=lambda seq: seq.request.priority)
-            case Policy.FAIR:
-                unfinished.sort(key=lambda seq: (seq.request.priority, seq.tenant.service))
-            case Policy.DEADLINE:
-                unfinished.sort(key=lambda seq: (seq.request.priority, seq.latest_start))
-
-    def _admit(
-        self, state: ExecutorState, rows: Rows, turn: placement.Turn | None, before: float = math.inf
-    ) -> None:
-        """Lets the waiting enter, in their order, while seats, blocks and tokens last.
-
-        Only those of a better importance class than `before`.
-
-        The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
-        for ever. Two are passed over, since they wait for something of their own: a tenant at its own limit,
-        and who waits for a prefix that is just being computed. With several executors (`turn`) so are those
-        that another one would start sooner, or that are not for this one. A request-level batch is
-        filled at once, whatever the token budget: it will not open again.
-        """
-        fills_at_once = self.batching is not Batching.ITERATION
-        while turn is None or not turn.is_over:
-            may_be_left = state.made_way_for is None
-            seq = state.made_way_for or self.recovery_pace.next(rows, self.waiting, self._now)
-            if seq is not None and seq.request.priority >= before:
-                return
-            state.made_way_for = None
-            if seq is not None and seq.latest_start < self._now and not seq.has_started:
-                self._put_behind(seq)
-                continue
-            reason = entrance.obstacle(state, seq, has_budget=rows.budget > 0 or fills_at_once)
-            if reason is not None or seq is None:
-                self.clocks.set(reason or Reason.QUEUED_FOR_STEP, self._now)
-                return
-            if not self._try(state, seq, rows, turn if may_be_left else None, follows=not fills_at_once):
-                return
-
-    def _try(
-        self, state: ExecutorState, seq: Sequence, rows: Rows, turn: placement.Turn | None, *, follows: bool
-    ) -> bool:
-        """Lets `seq` enter, or passes it over; False when those behind it must wait as well."""
-        if turn is not None and turn.is_unsuited(seq):
-            self.waiting.park(seq)
-            return True
-        match entrance.find(self, state, seq, follows=follows):
-            case entrance.Hashing():
-                return False  # it goes on in the next step
-            case entrance.PassedOver(own_reason, detail):
-                if seq.time_line is not None:
-                    seq.time_line.wait(self._now, self.clocks, step_id=0, detail=detail, own=own_reason)
-            case entrance.Blocked():
-                self.clocks.set(Reason.QUEUED_FOR_BLOCKS, self._now)
-                return False
-            case entrance.Fits(matched):
-                num_cached_tokens = len(matched) * state.blocks.block_size
-                if turn is not None and turn.give_away(seq, num_cached_tokens, self._now):
-                    self.waiting.park(seq)
-                else:
-                    self._place(state, seq, matched, rows)
-        return True
-
-    def _admit_alone(self, state: ExecutorState, rows: Rows, alone: list[Sequence]) -> None:
-        """Lets these enter and nobody else: executors have died, and one of them may be the reason."""
-        for seq in alone:
-            if entrance.obstacle(state, seq, has_budget=rows.budget > 0) is not None:
-                return
-            found = entrance.find(self, state, seq, follows=False)
-            if isinstance(found, entrance.Fits) and state.suits(seq):
-                self._place(state, seq, found.matched, rows)
-
-    def _put_behind(self, seq: Sequence) -> None:
-        """`seq` is too late to be done in time, as far as anybody can tell: those who are not go first.
-
-        Served before them, as least slack would have it, it would make them late as well. It is not given up:
-        the estimate may be wrong, and a seat may be free.
-        """
-        self.waiting.remove(seq)
-        seq.latest_start = math.inf
-        self.waiting.push(seq)
-
-    def _place(self, state: ExecutorState, seq: Sequence, matched: list[int], rows: Rows) -> None:
-        """Admits `seq`: blocks for its whole context, the beginning of which was found in the cache."""
-        blocks = state.blocks
-        self.waiting.admit(seq, self._now)
-        num_cached_tokens = len(matched) * blocks.block_size
-        if not seq.has_started:
-            seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)
-            if seq.prompt_logprobs is None:  # else the cache was not asked: that is no miss
-                state.cache.num_query_tokens += seq.num_prompt_tokens
-                state.cache.num_hit_tokens += seq.num_cached_tokens
-            seq.tenant.num_input_tokens += seq.num_prompt_tokens - seq.num_cached_tokens
-            self.meters.queue_seconds.observe(self._now - seq.request.arrival)
-        blocks.share(matched)
-        block_table = matched + blocks.allocate(blocks.blocks_for(len(seq.token_ids)) - len(matched))
-        seq.move(Event.ADMIT)
-        seq.has_started = True
-        seq.num_tokens_at_admission = len(seq.token_ids)
-        seq.num_computed_tokens = num_cached_tokens
-        self._enter(state, seq, block_table, rows)
-        state.cache.begin(seq, len(matched))
-        self.drain_rate.observe(self._now)
-        num_new = len(seq.token_ids) - num_cached_tokens
-        state.num_queued_tokens += num_new
-        self.recovery_pace.seated(seq)
-        self._note(seq, Reason.PREFILL, state, f"{num_new} tokens, {num_cached_tokens} cached")
-        if rows.budget > 0:
-            self._chunk(seq, rows)
-
-    def _enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], rows: Rows) -> None:
+    def enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], rows: Rows) -> None:
         """Gives `seq` a seat under a new seq_id. Plans are kept for resending, so they get copies."""
         seq.seq_id = state.next_seq_id
         state.next_seq_id += 1
@@ -708,7 +544,7 @@ class SchedulerCore:
                 continue
             self._unpark_followers(state.cache.register(seq, num_computed_tokens))
             if seq.is_prefilling and seq.has_progressed:
-                self._note(seq, Reason.DECODE, state, "")
+                self.note(seq, Reason.DECODE, state, "")
         # Those who decode have time: when many fill a block in the same step, names are made over several.
         later = state.to_register
         later.extend(plan.outgrown)
@@ -836,7 +672,8 @@ class SchedulerCore:
 
     # --- small things ------------------------------------------------------------------------------------
 
-    def _note(self, seq: Sequence, reason: Reason, state: ExecutorState, detail: str) -> None:
+    def note(self, seq: Sequence, reason: Reason, state: ExecutorState, detail: str) -> None:
+        """What `seq` does in its batch from now on."""
         seq.is_prefilling = reason is Reason.PREFILL
         seq.is_recovering &= seq.is_prefilling
         if seq.time_line is not None:

@@ -50,6 +50,9 @@ class PassedOver:
     detail: str
 
 
+Found = Fits | Blocked | Hashing | PassedOver
+
+
 def obstacle(state: ExecutorState, head: Sequence | None, *, has_budget: bool) -> Reason | None:
     """What keeps anybody from entering, blocks aside."""
     if head is None:
@@ -59,9 +62,7 @@ def obstacle(state: ExecutorState, head: Sequence | None, *, has_budget: bool) -
     return None if has_budget else Reason.QUEUED_FOR_TOKENS
 
 
-def find(
-    core: "SchedulerCore", state: ExecutorState, seq: Sequence, *, follows: bool
-) -> Fits | Blocked | Hashing | PassedOver:
+def find(core: "SchedulerCore", state: ExecutorState, seq: Sequence, *, follows: bool) -> Found:
     """Whether `seq`, the next one, may enter."""
     tenant = seq.tenant
     if not _tenant_allows(core, state, seq):

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from chairlift.lab.ranges import Ranges
-from scheduler import placement
+from scheduler import entrance
 from scheduler.core import SchedulerCore
 from scheduler.door import RefusedError
 from scheduler.executor_state import ExecutorState
-from scheduler.explain import Reason
 from scheduler.plan import Capacity
 from scheduler.rows import Rows
 from scheduler.sequence import FinishReason, Request, Sequence, StatusCode
@@ -53,22 +52,21 @@ class ContiguousCore(SchedulerCore):
         """Slots that nobody else can have."""
         return self._ranges[state.executor_id].num_held
 
-    def _try(
-        self, state: ExecutorState, seq: Sequence, rows: Rows, turn: placement.Turn | None, *, follows: bool
-    ) -> bool:
-        """Takes the run first; gives it back when it is not for want of room that `seq` stays out."""
+    def find_place(self, state: ExecutorState, seq: Sequence, *, follows: bool) -> entrance.Found:
+        """As the core's; there must be a run, too."""
         ranges = self._ranges[state.executor_id]
-        blocks = state.blocks
-        start = ranges.take(blocks.blocks_for(seq.max_len) * blocks.block_size)
+        start = ranges.take(_num_slots(state, seq))
         if start is None:
-            self.clocks.set(Reason.QUEUED_FOR_BLOCKS, self._now)
-            return False
-        goes_on = super()._try(state, seq, rows, turn, follows=follows)
-        if seq.executor_id:
-            self._starts[seq] = start
-        else:
-            ranges.give_back(start)
-        return goes_on
+            return entrance.Blocked()
+        ranges.give_back(start)  # it may still stay out, for another reason
+        return super().find_place(state, seq, follows=follows)
+
+    def enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], rows: Rows) -> None:
+        """As the core's; takes the run."""
+        start = self._ranges[state.executor_id].take(_num_slots(state, seq))
+        assert start is not None
+        self._starts[seq] = start
+        super().enter(state, seq, block_table, rows)
 
     def _leave(
         self,
@@ -81,6 +79,12 @@ class ContiguousCore(SchedulerCore):
     ) -> None:
         super()._leave(state, seq, reason, tell_executor=tell_executor, keep_blocks=keep_blocks)
         self._ranges[state.executor_id].give_back(self._starts.pop(seq))
+
+
+def _num_slots(state: ExecutorState, seq: Sequence) -> int:
+    """Of the run that `seq` needs: whole blocks for the longest that it may become."""
+    blocks = state.blocks
+    return blocks.blocks_for(seq.max_len) * blocks.block_size
 
 
 class VictimsByOrderCore(SchedulerCore):

@@ -33,6 +33,7 @@ from chairlift.lab.ranges import Buddy, FirstFit, Ranges
 from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
+from scheduler.plan import BatchPlan
 from scheduler.policy import Admission, Limits
 from scheduler.rows import Rows
 from scheduler.sequence import Sequence
@@ -55,13 +56,11 @@ class PrefillFirstCore(SchedulerCore):
         del rows
         return [seq for seq in state.running.values() if seq.is_prefilling and _is_behind(seq)]
 
-    def _give_out(
-        self, state: ExecutorState, unfinished: list[Sequence], rows: Rows, *, may_enter: bool
-    ) -> None:
+    def _plan(self, state: ExecutorState, rows: Rows) -> BatchPlan | None:
         """Prompts; and decoding, when there was none."""
-        super()._give_out(state, unfinished, rows, may_enter=may_enter)
         if not rows.rows:
             super()._decode_rows(state, rows)
+        return super()._plan(state, rows)
 
 
 def _is_behind(seq: Sequence) -> bool:

@@ -18,7 +18,8 @@ from tests.rig.checking_executor import capacity
 
 READS_ALONE = {"explain", "features", "has_sibling", "is_idle", "max_total_tokens", "next_timer",
                "num_free_seats", "num_running"}  # fmt: skip
-ITS_OWN = {"preempt", "unpark"}  # called by the core's own parts, within calls that are recorded
+# Called by the core's own parts, within calls that are recorded.
+ITS_OWN = {"enter", "find_place", "note", "preempt", "unpark"}
 LIMITS = Limits(window=1)
 
 

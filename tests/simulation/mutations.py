@@ -352,7 +352,7 @@ MUTATIONS = (
     Mutation("a result is not acknowledged", core.SchedulerCore, "_plan", _acknowledges_nothing, 0),
     Mutation("a release is forgotten", core.SchedulerCore, "_plan", _forgets_releases, 2),
     Mutation("ghosts are forgotten", core.SchedulerCore, "_plan", _forgets_ghosts, 0),
-    Mutation("a seq_id is used twice", core.SchedulerCore, "_enter", _reuses_seq_ids, 105),
+    Mutation("a seq_id is used twice", core.SchedulerCore, "enter", _reuses_seq_ids, 105),
     Mutation("who is given up is not released", core.SchedulerCore, "_leave", _releases_nobody, 2),
     Mutation(
         "an answer that does not fit casts suspicion on nobody",

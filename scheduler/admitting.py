@@ -1,0 +1,215 @@
+"""Who gets the tokens that decoding leaves of a step: prompts under way, and the waiting, who enter for them.
+
+`entrance` says who may enter, and `placement` whether another executor should have them; here is the order in
+which they are asked, and what admits them. Pure.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+from scheduler import entrance, placement
+from scheduler.batching import Batching
+from scheduler.executor_state import ExecutorState
+from scheduler.explain import Reason
+from scheduler.rows import Rows
+from scheduler.sequence import Event, Sequence
+from scheduler.waiting import Policy
+
+if TYPE_CHECKING:
+    from scheduler.core import SchedulerCore
+
+
+def give_out(
+    core: "SchedulerCore",
+    state: ExecutorState,
+    unfinished: list[Sequence],
+    rows: Rows,
+    now: float,
+    *,
+    may_enter: bool,
+) -> None:
+    """Gives out the token budget: importance first, then the policy's order, then order of admission.
+
+    Who waits and is more important comes before the chunk of a long prompt; who is not, after it.
+    """
+    state.look_again_at = None
+    state.num_queued_tokens = 0
+    if not (unfinished or core.waiting):
+        if may_enter:
+            core.clocks.set(Reason.QUEUED_FOR_STEP, now)
+        return
+    if len(unfinished) > 1:
+        _order(core, unfinished)
+    budget = rows.budget
+    state.num_queued_tokens = sum(seq.num_computable_tokens - seq.num_computed_tokens for seq in unfinished)
+    core.recovery_pace.begin(state, unfinished, rows, core.waiting, now)
+    turn = placement.Turn(core, state) if len(core.executors) > 1 else None
+    alone = core.inquiry.only_these(core, state, now) if core.inquiry and may_enter else None
+    try:
+        for seq in unfinished:
+            if may_enter and alone is None:
+                _admit(core, state, rows, turn, now, before=seq.request.priority)
+            if rows.budget <= 0:
+                break
+            _chunk(core, seq, rows)
+        if may_enter and alone is None:
+            _admit(core, state, rows, turn, now)
+    finally:
+        if turn is not None:
+            _end_turn(core, state, turn)
+    _admit_alone(core, state, rows, alone or [], now)
+    state.num_queued_tokens -= budget - rows.budget
+
+
+def _order(core: "SchedulerCore", unfinished: list[Sequence]) -> None:
+    match core.limits.policy:
+        case Policy.FCFS:
+            unfinished.sort(key=lambda seq: seq.request.priority)
+        case Policy.FAIR:
+            unfinished.sort(key=lambda seq: (seq.request.priority, seq.tenant.service))
+        case Policy.DEADLINE:
+            unfinished.sort(key=lambda seq: (seq.request.priority, seq.latest_start))
+
+
+def _admit(
+    core: "SchedulerCore",
+    state: ExecutorState,
+    rows: Rows,
+    turn: placement.Turn | None,
+    now: float,
+    before: float = math.inf,
+) -> None:
+    """Lets the waiting enter, in their order, while seats, blocks and tokens last.
+
+    Only those of a better importance class than `before`.
+
+    The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
+    for ever. Two are passed over, since they wait for something of their own: a tenant at its own limit,
+    and who waits for a prefix that is just being computed. With several executors (`turn`) so are those
+    that another one would start sooner, or that are not for this one. A request-level batch is
+    filled at once, whatever the token budget: it will not open again.
+    """
+    fills_at_once = core.batching is not Batching.ITERATION
+    while turn is None or not turn.is_over:
+        may_be_left = state.made_way_for is None
+        seq = state.made_way_for or core.recovery_pace.next(rows, core.waiting, now)
+        if seq is not None and seq.request.priority >= before:
+            return
+        state.made_way_for = None
+        if seq is not None and seq.latest_start < now and not seq.has_started:
+            _put_behind(core, seq)
+            continue
+        reason = entrance.obstacle(state, seq, has_budget=rows.budget > 0 or fills_at_once)
+        if reason is not None or seq is None:
+            core.clocks.set(reason or Reason.QUEUED_FOR_STEP, now)
+            return
+        if not _let_in(core, state, seq, rows, turn if may_be_left else None, now, follows=not fills_at_once):
+            return
+
+
+def _let_in(
+    core: "SchedulerCore",
+    state: ExecutorState,
+    seq: Sequence,
+    rows: Rows,
+    turn: placement.Turn | None,
+    now: float,
+    *,
+    follows: bool,
+) -> bool:
+    """Lets `seq` enter, or passes it over; False when those behind it must wait as well."""
+    if turn is not None and turn.is_unsuited(seq):
+        core.waiting.park(seq)
+        return True
+    match core.find_place(state, seq, follows=follows):
+        case entrance.Hashing():
+            return False  # it goes on in the next step
+        case entrance.PassedOver(own_reason, detail):
+            if seq.time_line is not None:
+                seq.time_line.wait(now, core.clocks, step_id=0, detail=detail, own=own_reason)
+        case entrance.Blocked():
+            core.clocks.set(Reason.QUEUED_FOR_BLOCKS, now)
+            return False
+        case entrance.Fits(matched):
+            num_cached_tokens = len(matched) * state.blocks.block_size
+            if turn is not None and turn.give_away(seq, num_cached_tokens, now):
+                core.waiting.park(seq)
+            else:
+                _place(core, state, seq, matched, rows, now)
+    return True
+
+
+def _put_behind(core: "SchedulerCore", seq: Sequence) -> None:
+    """`seq` is too late to be done in time, as far as anybody can tell: those who are not go first.
+
+    Served before them, as least slack would have it, it would make them late as well. It is not given up:
+    the estimate may be wrong, and a seat may be free.
+    """
+    core.waiting.remove(seq)
+    seq.latest_start = math.inf
+    core.waiting.push(seq)
+
+
+def _admit_alone(
+    core: "SchedulerCore", state: ExecutorState, rows: Rows, alone: list[Sequence], now: float
+) -> None:
+    """Lets these enter and nobody else: executors have died, and one of them may be the reason."""
+    for seq in alone:
+        if entrance.obstacle(state, seq, has_budget=rows.budget > 0) is not None:
+            return
+        found = core.find_place(state, seq, follows=False)
+        if isinstance(found, entrance.Fits) and state.suits(seq):
+            _place(core, state, seq, found.matched, rows, now)
+
+
+def _place(
+    core: "SchedulerCore", state: ExecutorState, seq: Sequence, matched: list[int], rows: Rows, now: float
+) -> None:
+    """Admits `seq`: blocks for its whole context, the beginning of which was found in the cache."""
+    blocks = state.blocks
+    core.waiting.admit(seq, now)
+    num_cached_tokens = len(matched) * blocks.block_size
+    if not seq.has_started:
+        seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)
+        if seq.prompt_logprobs is None:  # else the cache was not asked: that is no miss
+            state.cache.num_query_tokens += seq.num_prompt_tokens
+            state.cache.num_hit_tokens += seq.num_cached_tokens
+        seq.tenant.num_input_tokens += seq.num_prompt_tokens - seq.num_cached_tokens
+        core.meters.queue_seconds.observe(now - seq.request.arrival)
+    blocks.share(matched)
+    block_table = matched + blocks.allocate(blocks.blocks_for(len(seq.token_ids)) - len(matched))
+    seq.move(Event.ADMIT)
+    seq.has_started = True
+    seq.num_tokens_at_admission = len(seq.token_ids)
+    seq.num_computed_tokens = num_cached_tokens
+    core.enter(state, seq, block_table, rows)
+    state.cache.begin(seq, len(matched))
+    core.drain_rate.observe(now)
+    num_new = len(seq.token_ids) - num_cached_tokens
+    state.num_queued_tokens += num_new
+    core.recovery_pace.seated(seq)
+    core.note(seq, Reason.PREFILL, state, f"{num_new} tokens, {num_cached_tokens} cached")
+    if rows.budget > 0:
+        _chunk(core, seq, rows)
+
+
+def _chunk(core: "SchedulerCore", seq: Sequence, rows: Rows) -> None:
+    """Plans as many uncomputed tokens of `seq` as the budget allows; less when it recovers."""
+    if not seq.is_recovering:
+        rows.chunk(seq, rows.budget)
+        return
+    limit = min(rows.budget, rows.recompute_budget) if rows.others_wait else rows.budget
+    if core.inquiry:
+        limit = min(limit, core.inquiry.num_harmless(seq) or limit)
+    if limit > 0:
+        before = rows.budget
+        rows.chunk(seq, limit)
+        rows.recompute_budget -= before - rows.budget
+
+
+def _end_turn(core: "SchedulerCore", state: ExecutorState, turn: placement.Turn) -> None:
+    """Who was left to others has its place in the queue again."""
+    for seq in turn.left:
+        core.unpark(seq)
+    if not state.running:
+        state.look_again_at = turn.look_again_at
