@@ -144,6 +144,16 @@ class _Class:
     turn_at: float = -math.inf  # when one of it last entered before somebody more important
 
 
+def _by_key(_: Tenant, key: Key) -> Key:
+    """Tenants in the order of their heads."""
+    return key
+
+
+def _by_service(tenant: Tenant, key: Key) -> Key:
+    """Service counts before all."""
+    return (tenant.service, key[0], *key[2:])
+
+
 def _class_of(seq: Sequence) -> tuple[int, bool]:
     return seq.request.priority, seq.is_recovering
 
@@ -249,8 +259,9 @@ class WaitingQueue:
         name = _class_of(seq)
         of_class = self._classes.get(name)
         if of_class is None:
-            by_turn = _TenantHeaps(self._entry_of, self._aside, self._rank)
-            by_age = _TenantHeaps(self._entry_of, self._aside, lambda _, key: key)
+            rank = _by_service if self._policy is Policy.FAIR else _by_key
+            by_turn = _TenantHeaps(self._entry_of, self._aside, rank)
+            by_age = _TenantHeaps(self._entry_of, self._aside, _by_key)
             of_class = self._classes[name] = _Class(*name, by_turn, by_age)
         of_class.by_turn.push(self._key(seq), self._next_entry, seq)
         of_class.by_age.push((seq.waiting_since,), self._next_entry, seq)
@@ -259,10 +270,6 @@ class WaitingQueue:
         """Order within tenant and class: those that ran before and lost their place come first."""
         first = seq.latest_start if self._policy is Policy.DEADLINE else 0.0
         return (not seq.has_started, first, seq.request.arrival, seq.order)
-
-    def _rank(self, tenant: Tenant, key: Key) -> Key:
-        """Order among tenants of one class, by their heads. Under `fair`, service counts before all."""
-        return (tenant.service, key[0], *key[2:]) if self._policy is Policy.FAIR else key
 
     # --- who is next -------------------------------------------------------------------------------------
 
@@ -273,8 +280,8 @@ class WaitingQueue:
             for of_class in list(self._classes.values())
             if not (skip_recovering and of_class.is_recovering) and (head := self._head(of_class)) is not None
         ]
-        if not heads:
-            return None
+        if len(heads) <= 1:
+            return heads[0][1] if heads else None
         best = min(of_class.priority for of_class, _ in heads)
 
         def rank(item: tuple[_Class, Sequence]) -> tuple[float, int, bool]:
@@ -282,7 +289,7 @@ class WaitingQueue:
             aged = self._improvement(of_class, now) if of_class.priority > best else 0.0
             return (of_class.priority - aged, of_class.priority, not of_class.is_recovering)
 
-        return min(heads, key=rank)[1] if len(heads) > 1 else heads[0][1]
+        return min(heads, key=rank)[1]
 
     def _improvement(self, of_class: _Class, now: float) -> float:
         """By how many classes its oldest member's wait lifts this one, since it last had its turn."""
