@@ -1,8 +1,7 @@
 """How likely tokens were, without waiting for them: asked of the device in one part, worded in another.
 
-The same reports as `executor.logprobs` makes, of tokens that the host may not know yet. The vocabulary is
-sorted whole for rows that want alternatives: looking at the most likely ones first would have to wait for
-them.
+The same reports as `executor.logprobs` makes, of tokens that the host may not know yet. Nothing is sorted but
+the few alternatives themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +27,27 @@ def asked(table: Tensor, token_ids: Tensor, most: int) -> dict[str, Tensor]:
     ahead = (table > own) | ((table == own) & (ids < token_ids[:, None]))
     parts = {"logprobs": own.squeeze(1), "ranks": 1 + ahead.sum(dim=-1)}
     if most:
-        values, order = table.sort(dim=-1, descending=True, stable=True)
-        parts |= {"top_logprobs": values[:, :most], "top_ids": order[:, :most]}
+        parts["top_logprobs"], parts["top_ids"] = _tops(table, min(most, table.shape[-1]))
     return parts
+
+
+def _tops(table: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` most likely tokens of each row, ties by the lower id: their log-probabilities, and ids.
+
+    Which of those that tie for the last place topk takes is not said, and looking whether there are any would
+    be waiting for them. So what is above the last place is taken as topk finds it, and of all that tie for it
+    the lowest ids, which topk finds too: among numbers of which no two are equal.
+    """
+    vocab_size = table.shape[-1]
+    values, ids = table.topk(count, dim=-1)
+    least = values[:, -1:]
+    to_the_end = torch.arange(vocab_size, 0, -1, dtype=torch.int32, device=table.device)
+    ties = vocab_size - torch.where(table == least, to_the_end, 0).topk(count, dim=-1).values
+    # In id order before the stable sort, so that ties fall to the lower id; the vocabulary's size is no id.
+    ids = torch.cat([ids.where(values > least, vocab_size), ties], dim=-1).sort(dim=-1).values
+    values = table.gather(1, ids.clamp(max=vocab_size - 1)).where(ids < vocab_size, -torch.inf)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], ids.gather(1, order)[:, :count]
 
 
 def worded(

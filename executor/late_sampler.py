@@ -8,7 +8,7 @@ A row whose last token is in flight has penalties that depend on it: the host's 
 adds it, from the ids that the step before has left there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,12 @@ PREFIX: Final = "sample "
 """Of the names of our arrays among a step's."""
 
 Arrays = dict[str, NDArray[np.generic]]
+
+FilterRows = Callable[[Tensor, Tensor, Tensor], None]
+"""Writes zeros into weights, float32 `[num_drawn, vocab_size]`, for the tokens that filters remove.
+
+Beside the weights, which are at most 1, it takes the rows that have filters, int64 `[R]`, and theirs, float64
+`[R, 3]`: top-k (the vocabulary's size where it is off), top-p, min-p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,11 @@ def _drawn(rows: Sequence[SampleRow], arrays: Arrays, vocab_size: int) -> None:
 
 
 def chosen(
-    logits: Tensor, last_tokens: Tensor, arrays: Mapping[str, Tensor], most_tops: int
+    logits: Tensor,
+    last_tokens: Tensor,
+    arrays: Mapping[str, Tensor],
+    most_tops: int,
+    filter_rows: FilterRows,
 ) -> dict[str, Tensor]:
     """Choose on the device from float32 `logits` `[S, vocab_size]`, which are written to.
 
@@ -153,7 +163,7 @@ def chosen(
     token_ids = logits.argmax(dim=-1)  # the first of equals
     if "drawn" in given:
         drawn = given["drawn"]
-        token_ids[drawn] = _draw(logits[drawn], highest.where(finite, 0.0)[drawn], given)
+        token_ids[drawn] = _draw(logits[drawn], highest.where(finite, 0.0)[drawn], given, filter_rows)
     parts = {"token_ids": token_ids, "highest": highest}
     if table is not None:
         parts |= late_logprobs.asked(table, token_ids[given["asked"]], most_tops)
@@ -195,20 +205,24 @@ def _penalize(logits: Tensor, last_tokens: Tensor, given: Mapping[str, Tensor]) 
     logits[rows] = torch.where(counts >= 0, penalized, values)
 
 
-def _draw(logits: Tensor, highest: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+def _draw(logits: Tensor, highest: Tensor, given: Mapping[str, Tensor], filter_rows: FilterRows) -> Tensor:
     weights = sampler.likelihoods(logits, highest, given["temperatures"])
     if "filtered" in given:
-        rows, filters = given["filtered"], given["filters"]
-        picked = weights[rows]
-        ordered, order = picked.sort(dim=-1, descending=True, stable=True)
-        staying = sampler.stays(
-            ordered,
-            sampler.Filters(filters[:, 0:1], filters[:, 1:2], filters[:, 2:3]),
-            running_sums(picked)[:, -1:],
-            weights.shape[-1],
-        )
-        weights[rows] = torch.zeros_like(picked).scatter_(1, order, ordered * staying)
+        filter_rows(weights, given["filtered"], given["filters"])
     return sampler.drawn_from(running_sums(weights), given["uniforms"])
+
+
+def filter_by_sorting(weights: Tensor, rows: Tensor, filters: Tensor) -> None:
+    """`FilterRows` in torch, on any device: what others are measured by."""
+    picked = weights[rows]
+    ordered, order = picked.sort(dim=-1, descending=True, stable=True)
+    staying = sampler.stays(
+        ordered,
+        sampler.Filters(filters[:, 0:1], filters[:, 1:2], filters[:, 2:3]),
+        running_sums(picked)[:, -1:],
+        weights.shape[-1],
+    )
+    weights[rows] = torch.zeros_like(picked).scatter_(1, order, ordered * staying)
 
 
 def running_sums(weights: Tensor) -> Tensor:

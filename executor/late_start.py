@@ -90,6 +90,8 @@ class LateStart:
             block_size=kv_cache.block_size,
         ):
             self.model.logits(inputs, kv_cache)
+        if self.ranks.rank == 0:
+            self.operations.filter_rows(*warm_up.filtered_row(self.vocab_size, self.accelerator.device))
         captured = None
         if self.operations.attention.can_be_captured:
             sizes = captured_sizes(self.max_num_seqs)

@@ -137,7 +137,10 @@ class Pipeline:
             self._last_ids = None
             if logits is not None:
                 last_tokens = step.token_ids[step.there["logits_indices"]]
-                chosen = late_sampler.chosen(logits, last_tokens, given, max(wishes.num_tops, default=0))
+                most_tops = max(wishes.num_tops, default=0)
+                chosen = late_sampler.chosen(
+                    logits, last_tokens, given, most_tops, self._operations.filter_rows
+                )
                 self._last_ids = self._share(chosen["token_ids"])
                 parts |= chosen
             parcel = Parcel.send(parts, self._accelerator) if parts else None

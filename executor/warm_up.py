@@ -2,12 +2,15 @@
 
 Of each form that a step has attention compute: decode rows whose contexts are cut into parts, decode rows
 whose contexts are not, and chunks. A kernel that is compiled at its first launch is compiled then, for every
-kind of layer that the model has. They write into the block that belongs to no sequence.
+kind of layer that the model has. They write into the block that belongs to no sequence. And of what follows
+them, filters.
 """
 
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from executor.attention.splits import num_whole_rows
 from executor.captured import nothing_but_padding
@@ -26,6 +29,13 @@ def steps(*, num_kv_heads: int, max_num_seqs: int, trash_block_id: int, block_si
         for rows in sizes
     ]
     return [*decodes, _chunk(trash_block_id, block_size)]
+
+
+def filtered_row(vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What `late_sampler.FilterRows` takes: a row, and every filter."""
+    weights = torch.ones(1, vocab_size, device=device)
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    return weights, rows, torch.tensor([[1.0, 0.5, 0.5]], dtype=torch.float64, device=device)
 
 
 def _chunk(trash_block_id: int, block_size: int) -> StepInputs:

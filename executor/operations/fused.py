@@ -1,7 +1,8 @@
 """A decoder's operations on a GPU: torch's products, and one kernel for all that stands between two.
 
 A layer is four products, attention and four kernels, where plain torch has dozens that each read and write
-all of their numbers. Nothing here waits for the device or looks at its numbers, and a launch depends on
+all of their numbers; behind the last one, a kernel finds what top-k, top-p and min-p leave, where plain torch
+sorts the vocabulary. Nothing here waits for the device or looks at its numbers, and a launch depends on
 nothing but the number of tokens: so a captured step is the same step for other sequences.
 """
 
@@ -20,6 +21,8 @@ TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 MOST_WIDTH: Final = 32_768
 """Of what is normed: one program has a whole row in its registers."""
 GATE_TILE: Final = 1024
+FILTER_TILE: Final = (4, 2048)
+"""Of a row that is filtered: so many tokens are read at once, in the order of their ids row by row."""
 _HALVES: Final = 512
 """Numbers of one half of the heads that a program turns."""
 
@@ -45,12 +48,18 @@ class FusedOperations(PlainOperations):
         return not_built(spec.device)
 
     def __init__(self, attention: AttentionBackend) -> None:
-        from executor.operations import triton_kernels
+        from executor.operations import triton_filter, triton_kernels
 
         super().__init__(attention)
         assert attention.write_kv is write_slots, "keys and values are written here as every back end does"
         self._kernels = triton_kernels
+        self._filter = triton_filter.filter_rows
         self.name = f"torch with fused kernels, {attention.name} attention"
+
+    def filter_rows(self, weights: Tensor, rows: Tensor, filters: Tensor) -> None:
+        """One kernel, which sorts nothing."""
+        assert weights.dtype == torch.float32
+        self._filter[len(rows),](_rows(weights), rows, _rows(filters), **filter_form(weights.shape[-1]))
 
     def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
         """One kernel."""
@@ -163,6 +172,19 @@ def gate_form(width: int, activation: Activation) -> dict[str, Any]:
         "TILE": GATE_TILE,
         "ACTIVATION": activation.value,
         "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def filter_form(vocab_size: int) -> dict[str, Any]:
+    """Of `filter_rows`."""
+    depth, width = FILTER_TILE
+    return {
+        "ID_STEPS": -(-vocab_size.bit_length() // 2),
+        "VOCAB": vocab_size,
+        "WIDTH": width,
+        "DEPTH": depth,
+        "num_warps": 16,
         "enable_fp_fusion": False,
     }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor import sampler
+from executor import late_sampler, sampler
 from executor.attention.base import AttentionBackend
 from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import KVCache, LayerCache
@@ -68,6 +68,10 @@ class PlainOperations:
     def choose(self, allowed: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float]]:
         """In torch."""
         return sampler.choose(allowed, rows)
+
+    def filter_rows(self, weights: Tensor, rows: Tensor, filters: Tensor) -> None:
+        """`late_sampler.FilterRows`: by a sort."""
+        late_sampler.filter_by_sorting(weights, rows, filters)
 
     def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
         """`hidden`, normed."""

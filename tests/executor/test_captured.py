@@ -37,14 +37,16 @@ def test_sizes_are_small_ones_then_multiples_of_sixteen_up_to_the_most_sequences
         assert captured_sizes(most)[-1] >= most
 
 
-def decode_step(lengths: list[int], num_blocks: int, block_size: int, seed: int) -> StepBatch:
+def decode_step(
+    lengths: list[int], num_blocks: int, block_size: int, seed: int, params: SamplingParams | None = None
+) -> StepBatch:
     """Rows with one token at the end of contexts of `lengths`, on random blocks, each of which samples."""
     rng = np.random.default_rng(seed)
     free = list(rng.permutation(num_blocks))
+    params = params or SamplingParams(max_tokens=9, temperature=1.0, seed=seed)
     rows = []
     for seq_id, length in enumerate(lengths, start=1):
         blocks = np.array([free.pop() for _ in range(-(-length // block_size))], dtype=np.int32)
-        params = SamplingParams(max_tokens=9, temperature=1.0, seed=seed)
         rows.append(Row(seq_id, [int(rng.integers(256))], length - 1, blocks, params, 0, ()))
     return build_inputs(rows, block_size)
 

@@ -11,6 +11,7 @@ from executor import late_sampler, sampler
 from executor.adjustments import adjustment_of
 from executor.constraints import ConstraintError
 from executor.inputs import SampleRow
+from executor.late_sampler import FilterRows, filter_by_sorting
 from executor.parcel import Parcel
 from executor.plan import SamplingParams
 from executor.rows import Sampled
@@ -23,14 +24,18 @@ VOCAB_SIZE = 40
 
 
 def sample_late(
-    logits: torch.Tensor, rows: list[SampleRow], last: list[int], in_flight: list[bool]
+    logits: torch.Tensor,
+    rows: list[SampleRow],
+    last: list[int],
+    in_flight: list[bool],
+    filter_rows: FilterRows = filter_by_sorting,
 ) -> Sampled:
     device = FakeDevice()
     asked_for = late_sampler.wishes(rows, in_flight, logits.shape[-1])
     arrays = Staging(device).put(asked_for.arrays)
     with Recording():  # raises when the host reads a number
         parts = late_sampler.chosen(
-            logits.clone(), torch.tensor(last), arrays, max(asked_for.num_tops, default=0)
+            logits.clone(), torch.tensor(last), arrays, max(asked_for.num_tops, default=0), filter_rows
         )
     parcel, arrived = Parcel.send(parts, device), device.event()
     arrived.record()
@@ -117,8 +122,9 @@ def test_a_lone_row_sums_as_it_does_in_company() -> None:
     assert all(late_sampler.running_sums(weights[i : i + 1]).equal(together[i : i + 1]) for i in range(3))
 
 
-def test_a_large_vocabulary_is_filtered_alike() -> None:
-    logits = torch.from_numpy(np.random.default_rng(0).standard_normal((6, 5000))).float()
+def large_rows(vocab_size: int) -> tuple[torch.Tensor, list[SampleRow]]:
+    """Six rows of logits, and what they ask for."""
+    logits = torch.from_numpy(np.random.default_rng(0).standard_normal((6, vocab_size))).float()
     wanted: list[dict[str, Any]] = [
         {"top_p": 0.95},
         {"top_k": 2000},
@@ -128,4 +134,9 @@ def test_a_large_vocabulary_is_filtered_alike() -> None:
         {"top_p": 0.1},
     ]
     rows = [SampleRow(SamplingParams(max_tokens=9, seed=i, **each), 0, ()) for i, each in enumerate(wanted)]
+    return logits, rows
+
+
+def test_a_large_vocabulary_is_filtered_alike() -> None:
+    logits, rows = large_rows(5000)
     assert sample_late(logits, rows, [0] * 6, [False] * 6) == sampler.sample(logits.clone(), rows)

@@ -225,7 +225,7 @@ def sampling(machine: Machine, report: Report) -> dict[str, Any]:
     wishes = late_sampler.wishes(rows, [False] * len(rows), logits.shape[1])
     there = Staging(machine.accelerator).put(wishes.arrays)
     last = torch.zeros(len(rows), dtype=torch.int64, device=machine.device)
-    parts = late_sampler.chosen(logits.to(machine.device), last, there, 2)
+    parts = late_sampler.chosen(logits.to(machine.device), last, there, 2, late_sampler.filter_by_sorting)
     late = late_sampler.sampled({name: part.cpu().numpy() for name, part in parts.items()}, wishes)
     known = sampler.sample(logits.clone(), rows)
     different = sum(a != b for a, b in zip(late.token_ids, known.token_ids, strict=True))
