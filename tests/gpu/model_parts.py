@@ -26,6 +26,7 @@ from executor.plan import SamplingParams
 from executor.rows import IN_FLIGHT, Row
 from executor.runner import BACKENDS
 from executor.staging import Staging, StepArrays, arrays_of
+from tests.gpu.filters_part import kernel_or_why
 from tests.gpu.machine import Machine, Report, WrongError
 
 SMALL = {"num_layers": 2, "hidden": 64, "mlp": 128, "vocab": 272, "heads": 2, "kv_heads": 1, "head_dim": 32}
@@ -225,7 +226,9 @@ def sampling(machine: Machine, report: Report) -> dict[str, Any]:
     wishes = late_sampler.wishes(rows, [False] * len(rows), logits.shape[1])
     there = Staging(machine.accelerator).put(wishes.arrays)
     last = torch.zeros(len(rows), dtype=torch.int64, device=machine.device)
-    parts = late_sampler.chosen(logits.to(machine.device), last, there, 2, late_sampler.filter_by_sorting)
+    kernel = kernel_or_why(machine)
+    filter_rows = late_sampler.filter_by_sorting if isinstance(kernel, str) else kernel
+    parts = late_sampler.chosen(logits.to(machine.device), last, there, 2, filter_rows)
     late = late_sampler.sampled({name: part.cpu().numpy() for name, part in parts.items()}, wishes)
     known = sampler.sample(logits.clone(), rows)
     different = sum(a != b for a, b in zip(late.token_ids, known.token_ids, strict=True))

@@ -14,7 +14,7 @@ import torch
 
 from executor.attention.base import AttentionSpec
 from executor.operations.base import Activation
-from executor.operations.fused import gate_form, norm_form, rotation_form
+from executor.operations.fused import filter_form, gate_form, norm_form, rotation_form
 from tests.gpu.variants import TYPE_NAMES, compiled
 
 CONTRACTION: Final = re.compile(r"\bfma\.\S*f(32|64)\b")
@@ -23,6 +23,7 @@ DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS: Final = (576, 4096, 5376, 16384, 32768)
 HEADS: Final = ((9, 3, 64), (32, 8, 128), (16, 8, 256), (28, 4, 128), (8, 4, 20))
 """Query heads, key-value heads, head_dim."""
+VOCABULARIES: Final = (1, 300, 49_152, 50_257, 128_256, 262_144)
 OPTIONS: Final = ("num_warps", "enable_fp_fusion")
 
 Variant = tuple[str, dict[str, str], dict[str, Any]]
@@ -55,10 +56,17 @@ def gates(dtype: torch.dtype) -> Iterator[Variant]:
         yield "gate", types, gate_form(14336, activation)
 
 
+def filters(vocabularies: tuple[int, ...]) -> Iterator[Variant]:
+    types = {"weights": "*fp32", "rows": "*i64", "filters": "*fp64"}
+    for vocab_size in vocabularies:
+        yield "filter_rows", types, filter_form(vocab_size)
+
+
 def few() -> Iterator[Variant]:
     yield from norms(torch.bfloat16, (4096,))
     yield from rotations(torch.bfloat16, ((32, 8, 128),))
     yield from gates(torch.bfloat16)
+    yield from filters((128_256,))
 
 
 def every() -> Iterator[Variant]:
@@ -66,16 +74,18 @@ def every() -> Iterator[Variant]:
         yield from norms(dtype, WIDTHS)
         yield from rotations(dtype, HEADS)
         yield from gates(dtype)
+    yield from filters(VOCABULARIES)
 
 
 def main() -> int:
-    from executor.operations import triton_kernels
+    from executor.operations import triton_filter, triton_kernels
 
     for name, types, form in few() if sys.argv[1:] == ["few"] else every():
         started = time.monotonic()
         constants = {key: value for key, value in form.items() if key not in OPTIONS}
         options = {key: form[key] for key in OPTIONS}
-        kernel = compiled(getattr(triton_kernels, name), types, constants, options)
+        module = triton_filter if name == "filter_rows" else triton_kernels
+        kernel = compiled(getattr(module, name), types, constants, options)
         seconds = time.monotonic() - started
         print(
             f"{name} {sorted(set(types.values()))} {form}: {len(kernel.asm['cubin'])} bytes, {seconds:.1f} s"

@@ -58,6 +58,7 @@ def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
         ("environment", None): "good",
         ("rates", None): "good",
         ("operations", None): "good",
+        ("filters", None): "good",
         ("sampling", None): "good",
         ("whole step", "reference"): "good",
         ("attention", "reference"): "good",
@@ -363,6 +364,7 @@ def test_each_part_and_back_end_is_a_process_that_knows_the_rates(tmp_path: Path
         "--part environment",
         "--part rates",
         f"{rates}--part operations",
+        f"{rates}--part filters",
         f"{rates}--part graphs --backend flash3",
         f"{rates}--part graphs --backend triton",
         f"{rates}--part sampling",
@@ -449,7 +451,7 @@ def test_the_file_is_whole_after_each_part(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Check, "write", written)
     checked(tmp_path, {})
-    assert [len(parts) for parts in states] == [1, 2, 3, 4, 4, 5, 6, 7, 8]
+    assert [len(parts) for parts in states] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9]
 
 
 def test_when_time_is_up_nothing_is_begun(tmp_path: Path) -> None:
