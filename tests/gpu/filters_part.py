@@ -27,7 +27,7 @@ FILTERS: Final = (
 """top-k (0: off), top-p and min-p of rows in turn."""
 SHAPES: Final = ((64, 128_256), (64, 50_257), (8, 1000), (16, 262_144))
 """Rows and vocabulary."""
-SMALL: Final = ((8, 300),)
+SMALL: Final = ((5, 300),)
 TIMED: Final = ((1, 128_256), (32, 128_256), (256, 128_256))
 SMALL_TIMED: Final = ((1, 300),)
 MOST_ALTERNATIVES: Final = 20
