@@ -29,7 +29,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-STARTED: Final = time.monotonic()
 SECONDS: Final = 360.0
 PARTS: Final = (
     *("environment", "rates", "operations", "filters", "graphs", "sampling", "whole step"),
@@ -226,6 +225,7 @@ def missing() -> str | None:
 
 
 def main(arguments: list[str]) -> int:
+    started = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu.check", description="What only a GPU can settle."
     )
@@ -242,7 +242,7 @@ def main(arguments: list[str]) -> int:
     if options.part is not None:
         from tests.gpu import parts
 
-        return parts.run(options, STARTED)
+        return parts.run(options, started)
     # A process group is nobody's when the one that waits for it is gone.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     check = Check(options.seconds, options.json, [sys.executable, "-m", "tests.gpu.check"])
