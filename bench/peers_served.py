@@ -71,11 +71,12 @@ def serving(engine: str, options: argparse.Namespace) -> Iterator[str]:
 
 
 def load(url: str, rate: float, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """One load on one door."""
+    """One load on one door. Both engines get its prompts, and no other rate does: they would be cached."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "chairlift", "bench", "serve", "--url", url, "--rate", str(rate)]
         command += ["--trace", str(TRACE), "--duration", str(options.duration), "--seed", str(seed)]
+        command += ["--prompt-seed", str(round(1000 * rate) * options.rounds + seed)]
         subprocess.run([*command, "--result", str(result)], check=True)
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return found

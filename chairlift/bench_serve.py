@@ -3,8 +3,9 @@
     chairlift bench serve --rate 1 --duration 40 --trace azure2023_conv.csv --result result.json
 
 Requests come on their own: at `--rate` a second as a Poisson process, or, without it, when the trace says.
-Their lengths are the trace's, clipped, or the same for all. Prompts are random ids; greedy, end tokens
-ignored. It speaks gRPC (`--address`) or OpenAI's HTTP (`--url`), so other servers can be measured too.
+Their lengths are the trace's, clipped, or the same for all. Prompts are random ids that share nothing, others
+in each run, so that no server has them in its cache; greedy, end tokens ignored. It speaks gRPC (`--address`)
+or OpenAI's HTTP (`--url`), so other servers can be measured too.
 """
 
 import argparse
@@ -14,12 +15,13 @@ import importlib
 import itertools
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from rich.console import Console
@@ -28,14 +30,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, given_flags, router_at, waited_for
 from chairlift.flag_files import to_write
 from chairlift.flag_numbers import positive, whole
-from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, read_trace, report, until
+from chairlift.lab.loads import LoadError, Row, read_trace
+from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, report, until
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from protos.v1 import common_pb2, router_pb2
 from rpc.address import AddressError
 from rpc.errors import StartError
 
-Send = Callable[[list[int], int, Callable[[], None]], Awaitable[int]]
+
+class Counts(NamedTuple):
+    """Tokens of one answer, and those of its prompt that were found in the server's cache; None: untold."""
+
+    num_tokens: int
+    num_cached: int | None
+
+
+Send = Callable[[list[int], int, Callable[[], None]], Awaitable[Counts]]
 """Sends one request (prompt, most tokens), tells each time when tokens came, and returns how many did in all.
 
 Raises ChairliftError."""
@@ -47,6 +58,7 @@ def main(argv: list[str]) -> int:
     """Runs the load; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
+    _fix_seeds(options)
     if options.url is not None and (unused := given_flags(parser, options)):
         parser.error(f"{', '.join(unused)} with --url: only one of the doors is asked; leave it out")
     try:
@@ -54,7 +66,7 @@ def main(argv: list[str]) -> int:
             _library("matplotlib")  # before the load, not after it
         dues = _dues(options)
         result, seen = asyncio.run(_measure(options, dues))
-    except (StartError, ChairliftError) as error:
+    except (StartError, LoadError, ChairliftError) as error:
         print(f"chairlift bench serve: {error}", file=sys.stderr)
         return 2
     result = {"load": _load_of(options)} | result
@@ -76,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="an OpenAI server instead: http://HOST:PORT/v1 or unix:PATH")
     parser.add_argument("--model", default="", help="the model's name (default: the server's first)")
     parser.add_argument("--rate", type=positive, help="requests a second (default: the trace's own times)")
-    parser.add_argument("--trace", type=Path, help="a CSV file: arrival_s, prompt_tokens, output_tokens")
+    parser.add_argument("--trace", type=Path, help="arrival_s, prompt_tokens, output_tokens (docs/lab.md)")
     parser.add_argument("--max-in", type=whole, default=512, help="longest prompt, tokens (default: 512)")
     parser.add_argument("--max-out", type=whole, default=128, help="longest output, tokens (default: 128)")
     parser.add_argument("--duration", type=positive, help="seconds in which requests come")
@@ -85,28 +97,44 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ttft-limit", type=positive, help="goodput: most seconds to the first token")
     parser.add_argument("--itl-limit", type=positive, help="goodput: most seconds a token after the first")
     parser.add_argument("--vocab-size", type=whole, help="ids are below it (default: the model's, or 32,000)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same load (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, help="the same load again (default: other prompts at the same times)"
+    )
+    parser.add_argument("--prompt-seed", type=int, help="the same prompts alone (default: --seed, or drawn)")
     parser.add_argument("--warm-up", type=int, default=2, help="requests before the load (default: 2)")
     parser.add_argument("--result", type=to_write, help="a JSON file to write")
     parser.add_argument("--plot", type=to_write, help="a PNG file to draw")
     return parser
 
 
+def _fix_seeds(options: argparse.Namespace) -> None:
+    """Whoever names none gets the same times, and prompts that no run before has left in a server's cache."""
+    if options.prompt_seed is None:
+        options.prompt_seed = secrets.randbits(32) if options.seed is None else options.seed
+    options.seed = options.seed or 0
+
+
 def _dues(options: argparse.Namespace) -> list[Due]:
-    """The load. Raises StartError."""
+    """The load. Raises StartError or LoadError."""
     if options.duration is None and options.num_requests is None:
         raise StartError("say when it ends: --duration SECONDS, --num-requests N, or both")
     if options.rate is None and options.trace is None:
         raise StartError("say when requests come: --rate N a second, or --trace FILE with their times")
-    trace = (
-        None
-        if options.trace is None
-        else read_trace(options.trace, most_in=options.max_in, most_out=options.max_out)
+    rows = (
+        [Row(None, options.max_in, options.max_out)] if options.trace is None else read_trace(options.trace)
     )
-    dues: Iterable[Due] = trace or ()
+    lengths = [
+        (min(row.num_prompt_tokens, options.max_in), min(row.num_output_tokens, options.max_out))
+        for row in rows
+    ]
+    dues: Iterable[Due]
     if options.rate is not None:
-        lengths = [(due.num_in, due.num_out) for due in trace or ()] or [(options.max_in, options.max_out)]
         dues = poisson(options.rate, itertools.cycle(lengths), options.seed)
+    else:
+        times = [row.time for row in rows if row.time is not None]
+        if len(times) < len(rows):
+            raise StartError(f"{options.trace} tells no arrival times: --rate says when requests come")
+        dues = [Due(time, *each) for time, each in zip(times, lengths, strict=True)]
     chosen = until(dues, seconds=options.duration, count=options.num_requests)
     if not chosen:
         raise StartError(f"no request comes in --duration {options.duration:g} s: make it longer")
@@ -116,13 +144,15 @@ def _dues(options: argparse.Namespace) -> list[Due]:
 async def _measure(options: argparse.Namespace, dues: list[Due]) -> tuple[dict[str, Any], list[Seen]]:
     door = _openai(options) if options.url is not None else _grpc(options)
     async with door as (send, vocab_size):
-        texts = prompts(dues, vocab_size, options.seed + 1)
-        warm_up = prompts([Due(0.0, 16, 8)] * options.warm_up, vocab_size, options.seed + 2)
-        await asyncio.gather(*(send(prompt, 8, lambda: None) for prompt in warm_up))
+        warm_up = [Due(0.0, 16, 8)] * options.warm_up
+        texts = prompts([*dues, *warm_up], vocab_size, options.prompt_seed)
+        await asyncio.gather(*(send(prompt, 8, lambda: None) for prompt in texts[len(dues) :]))
         limits = Limits(options.ttft_limit, options.itl_limit)
         cpu_before, began = time.process_time(), time.monotonic()
         with _progress(len(dues)) as advance:
-            seen = await run_load(send, dues, texts, timeout_seconds=options.timeout, advance=advance)
+            seen = await run_load(
+                send, dues, texts[: len(dues)], timeout_seconds=options.timeout, advance=advance
+            )
         seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_before
         return report(seen, limits, seconds=seconds, cpu_seconds=cpu_seconds), seen
 
@@ -148,7 +178,7 @@ async def run_load(
 
         try:
             async with asyncio.timeout(timeout_seconds):
-                seen.num_tokens = await send(prompt, due.num_out, came)
+                seen.num_tokens, seen.num_cached = await send(prompt, due.num_out, came)
             if not seen.arrivals:
                 seen.failure = "the answer had no token"
         except TimeoutError:
@@ -182,16 +212,18 @@ async def _grpc(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
     async with router_at(where) as router:
         model = await router.GetModel(router_pb2.GetModelRequest(), metadata=where.metadata)
 
-        async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> int:
+        async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> Counts:
             request = router_pb2.GenerateRequest(
                 model=options.model,
                 token_ids=router_pb2.TokenIds(ids=prompt),
                 sampling=common_pb2.SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens),
             )
             call = router.Generate(request, metadata=where.metadata)
-            num_tokens = 0
+            num_tokens, num_cached = 0, None
             try:
                 async for event in call:
+                    if event.HasField("prompt_info"):
+                        num_cached = event.prompt_info.num_cached_tokens
                     if event.HasField("delta") and event.delta.token_ids:
                         came()
                         num_tokens += len(event.delta.token_ids)
@@ -199,7 +231,7 @@ async def _grpc(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
                 raise ChairliftError(error.code().name, error.details() or "") from error
             finally:
                 call.cancel()
-            return num_tokens
+            return Counts(num_tokens, num_cached)
 
         yield send, options.vocab_size or model.vocab_size
 
@@ -220,7 +252,7 @@ async def _openai(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise StartError(f"--url {options.url}: {base}/models cannot be read ({error!r})") from error
 
-        async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> int:
+        async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> Counts:
             body = {
                 "model": model,
                 "prompt": prompt,
@@ -241,14 +273,14 @@ async def _openai(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]
         yield send, options.vocab_size or DEFAULT_VOCAB_SIZE
 
 
-async def read_events(events: AsyncIterator[str], came: Callable[[], None]) -> int:
-    """The chunks of one streamed completion; returns its number of tokens.
+async def read_events(events: AsyncIterator[str], came: Callable[[], None]) -> Counts:
+    """The chunks of one streamed completion; returns its numbers of tokens.
 
     Raises:
         ValueError: a chunk that is none.
         ChairliftError: the server's own error event.
     """
-    num_chunks, counted = 0, None
+    num_chunks, counted, num_cached = 0, None, None
     async for line in events:
         text = line.removeprefix("data:").strip()
         if not line.startswith("data:") or text == "[DONE]":
@@ -259,8 +291,10 @@ async def read_events(events: AsyncIterator[str], came: Callable[[], None]) -> i
         if any(choice.get("text") for choice in chunk.get("choices") or ()):
             came()
             num_chunks += 1
-        counted = (chunk.get("usage") or {}).get("completion_tokens", counted)
-    return num_chunks if counted is None else counted
+        usage = chunk.get("usage") or {}
+        counted = usage.get("completion_tokens", counted)
+        num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", num_cached)
+    return Counts(num_chunks if counted is None else counted, num_cached)
 
 
 # --- what is shown ------------------------------------------------------------------------------------
@@ -280,7 +314,14 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         + _limit(", a token every", goodput["mean_inter_token_limit_seconds"])
         + ")",
         f"the generator itself used {generator['cpu_seconds']:.2f} s of CPU",
+        "the same load: --seed {seed} --prompt-seed {prompt_seed}".format(**result["load"]),
     ]
+    if (num_cached := result["num_cached_tokens"]) is not None:
+        share = num_cached / result["num_prompt_tokens"]
+        shown.append(
+            f"prompt tokens found in the server's cache: {num_cached:,} of {result['num_prompt_tokens']:,} "
+            f"({share:.1%})"
+        )
     shown += [f"failed: {count} x {why}" for why, count in result["failures"].items()]
     if not generator["kept_the_rate"]:
         shown.append(
@@ -310,6 +351,7 @@ def _load_of(options: argparse.Namespace) -> dict[str, Any]:
         "max_in": options.max_in,
         "max_out": options.max_out,
         "seed": options.seed,
+        "prompt_seed": options.prompt_seed,
     }
 
 

@@ -4,23 +4,18 @@ Open: who comes does not wait for those before to be answered, as the world does
 from the moment at which a request was due, and not from when the generator came round to sending it.
 """
 
-import csv
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
-
-from rpc.errors import StartError
 
 LATE_SECONDS = 0.01
 """A request that leaves this long after it was due left late."""
 MOST_LATE = 0.01
 """Share of late requests from which on the generator did not keep the rate."""
 PERCENTILES = (50, 90, 99)
-_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +36,8 @@ class Seen:
     arrivals: list[float] = field(default_factory=list)
     """When tokens came: one entry for each message that brought some."""
     num_tokens: int = 0
+    num_cached: int | None = None
+    """Tokens of the prompt that the server had in its cache; None: it does not tell."""
     failure: str = ""
 
     @property
@@ -77,30 +74,6 @@ class Limits:
 # --- who comes ----------------------------------------------------------------------------------------
 
 
-def read_trace(path: Path, *, most_in: int, most_out: int) -> list[Due]:
-    """A CSV file with the columns arrival_s, prompt_tokens and output_tokens, its lengths clipped.
-
-    Raises:
-        StartError: the file cannot be read, or has a row that is none.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise StartError(f"{path}: column {missing[0]} is missing; needed are {', '.join(_COLUMNS)}")
-            rows = [tuple(float(row[name]) for name in _COLUMNS) for row in reader]
-    except (OSError, ValueError, TypeError) as error:
-        raise StartError(f"{path}: {error}") from error
-    if not rows:
-        raise StartError(f"{path}: it holds no request")
-    begin = min(row[0] for row in rows)
-    return [
-        Due(at - begin, max(1, min(int(num_in), most_in)), max(1, min(int(num_out), most_out)))
-        for at, num_in, num_out in sorted(rows)
-    ]
-
-
 def poisson(rate: float, lengths: Iterable[tuple[int, int]], seed: int) -> Iterator[Due]:
     """Requests that come on their own, `rate` a second, with these lengths in turn; the seed says when."""
     rng = random.Random(seed)  # noqa: S311 - nothing secret
@@ -121,8 +94,8 @@ def until(dues: Iterable[Due], *, seconds: float | None, count: int | None) -> l
 
 
 def prompts(dues: Sequence[Due], vocab_size: int, seed: int) -> list[list[int]]:
-    """A prompt of random ids for each: no cache knows one, the same seed gives the same ones."""
-    rng = random.Random(seed)  # noqa: S311 - nothing secret
+    """A prompt of random ids for each, always the same from the same seed: a cache may know them by then."""
+    rng = random.Random(f"prompts {seed}")  # noqa: S311 - nothing secret
     lowest = min(1000, vocab_size // 2)  # control tokens come first
     return [[rng.randrange(lowest, vocab_size) for _ in range(due.num_in)] for due in dues]
 
@@ -149,6 +122,8 @@ def report(seen: Sequence[Seen], limits: Limits, *, seconds: float, cpu_seconds:
     answered = [each for each in seen if not each.failure and each.arrivals]
     late = [each.sent - each.due.seconds for each in seen if math.isfinite(each.sent)]
     num_late = sum(lateness > LATE_SECONDS for lateness in late) + len(seen) - len(late)
+    last_due = max((each.due.seconds for each in seen), default=0.0)
+    cached = [each.num_cached for each in answered if each.num_cached is not None]
     num_good = sum(limits.kept_by(each) for each in seen)
     failures: dict[str, int] = {}
     for each in seen:
@@ -159,11 +134,11 @@ def report(seen: Sequence[Seen], limits: Limits, *, seconds: float, cpu_seconds:
         "num_answered": len(answered),
         "failures": failures,
         "seconds": seconds,
-        "offered_requests_per_second": len(seen) / max((each.due.seconds for each in seen), default=1.0)
-        if len(seen) > 1
-        else None,
+        "offered_requests_per_second": len(seen) / last_due if len(seen) > 1 and last_due else None,
         "answered_requests_per_second": len(answered) / seconds,
         "output_tokens_per_second": sum(each.num_tokens for each in answered) / seconds,
+        "num_prompt_tokens": sum(each.due.num_in for each in answered),
+        "num_cached_tokens": sum(cached) if cached else None,
         "time_to_first_token_seconds": _spread([each.first_token_seconds for each in answered]),
         "inter_token_seconds": _spread([gap for each in answered for gap in each.gaps]),
         "goodput": {

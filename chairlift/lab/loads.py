@@ -17,8 +17,8 @@ import json
 import random
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice, repeat
+from dataclasses import dataclass, replace
+from itertools import count, islice, repeat
 from pathlib import Path
 
 from chairlift.lab.loop import Arrival
@@ -36,7 +36,7 @@ class LoadError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request of a trace; `time` in seconds from its start, None where the trace tells none."""
+    """One request of a trace; `time` in seconds from its first one, None where the trace tells none."""
 
     time: float | None
     num_prompt_tokens: int
@@ -48,10 +48,10 @@ class Row:
 
 
 def read_trace(path: Path) -> list[Row]:
-    """All of a file. Raises LoadError."""
+    """All of a file, its times from its first row: it may be a cut of a longer one. Raises LoadError."""
     rows: list[Row] = []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             records = _json_lines(path, file) if path.suffix == ".jsonl" else _csv_lines(path, file)
             for line, record in records:
                 row = _row(f"{path}, line {line}", record)
@@ -68,7 +68,8 @@ def read_trace(path: Path) -> list[Row]:
         raise LoadError(f"the trace {path} cannot be read: {error}") from error
     if not rows:
         raise LoadError(f"the trace {path} holds no requests")
-    return rows
+    first = next((row.time for row in rows if row.time is not None), 0.0)
+    return [row if row.time is None else replace(row, time=row.time - first) for row in rows]
 
 
 def _json_lines(path: Path, file: Iterator[str]) -> Iterator[tuple[int, dict[str, object]]]:
@@ -226,6 +227,7 @@ class Load:
             raise LoadError(f"the rate is {self.rate:g} requests a second: it must be above 0 and below 1e9")
         if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_LENGTH:
             raise LoadError(f"max_tokens is {self.max_tokens}: from 1 to {MAX_LENGTH} is wanted")
+        self._check_hash_ids()
         if not self.rows:
             lengths(self.prompt)
             lengths(self.output)
@@ -245,6 +247,19 @@ class Load:
         """Seconds from the start of the trace to its start over: one mean gap beyond its last arrival."""
         last = self.rows[-1].time or 0.0
         return last * len(self.rows) / max(1, len(self.rows) - 1)
+
+    def _check_hash_ids(self) -> None:
+        num_laps = -(-self.num_requests // max(1, len(self.rows)))
+        if num_laps * self._ids_per_lap > _MAX_ID:
+            raise LoadError(
+                f"{self.num_requests} requests go {num_laps} times through the trace, and each time "
+                f"needs {self._ids_per_lap} hash_ids of its own: more than the {_MAX_ID} that there are"
+            )
+
+    @property
+    def _ids_per_lap(self) -> int:
+        """Hash ids that are set aside for each time through the trace: it finds nothing of the one before."""
+        return 1 + max((hash_id for row in self.rows for hash_id in row.hash_ids), default=-1)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -275,9 +290,11 @@ class Load:
             prompt, output = lengths(self.prompt), lengths(self.output)
             while True:
                 yield prompt(rng), output(rng)
-        while True:
+        for lap in count():
+            first_id = lap * self._ids_per_lap
             for row in self.rows:
-                yield hashed_prompt(row) if row.hash_ids else row.num_prompt_tokens, row.num_output_tokens
+                prompt_of = hashed_prompt(row, first_id=first_id) if row.hash_ids else row.num_prompt_tokens
+                yield prompt_of, row.num_output_tokens
 
     def _times(self) -> Iterator[float]:
         if self.arrivals == "trace":
@@ -300,9 +317,12 @@ def fresh_prompt(number: int, length: int) -> TokenIds:
     return array("I", [number & 0xFFFFFFFF]) + tail
 
 
-def hashed_prompt(row: Row, tokens_per_id: int = HASHED_TOKENS) -> TokenIds:
-    """A prompt that begins as another one as far as their hash ids do; each id stands for so many tokens."""
+def hashed_prompt(row: Row, tokens_per_id: int = HASHED_TOKENS, *, first_id: int = 0) -> TokenIds:
+    """A prompt that begins as another one as far as their hash ids do; each id stands for so many tokens.
+
+    `first_id` is what their counting begins at.
+    """
     ids: TokenIds = array("I")
-    for hash_id in row.hash_ids:
+    for hash_id in (first_id + each for each in row.hash_ids):
         ids.extend(range(hash_id * tokens_per_id, (hash_id + 1) * tokens_per_id))
     return ids[: max(1, row.num_prompt_tokens * tokens_per_id // HASHED_TOKENS)]

@@ -95,8 +95,9 @@ class Scheme:
             yield from load
             return
         for arrival in load:
-            reserved = max(self.max_tokens(arrival, max_len), arrival.num_output_tokens)
-            yield replace(arrival, max_tokens=reserved)
+            # Clients allow what they allow under every scheme: it is cut off before room is kept for it.
+            cut = replace(arrival, num_output_tokens=min(arrival.num_output_tokens, arrival.max_tokens))
+            yield replace(cut, max_tokens=max(self.max_tokens(cut, max_len), cut.num_output_tokens))
 
 
 def _longest(arrival: Arrival, max_len: int) -> int:

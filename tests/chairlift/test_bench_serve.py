@@ -8,6 +8,7 @@ import pytest
 
 from chairlift import bench_serve
 from chairlift.__main__ import main
+from chairlift.bench_serve import Counts
 from chairlift.open_loop import Due
 from chairlift.own_service import own_service
 from chairlift.results import ChairliftError
@@ -25,14 +26,14 @@ async def nothing_waits(
 async def test_a_request_does_not_wait_for_those_before_it() -> None:
     all_are_there, num_there = asyncio.Event(), 0
 
-    async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> int:
+    async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> Counts:
         nonlocal num_there
         num_there += 1
         if num_there == 5:
             all_are_there.set()
         await all_are_there.wait()  # would never come if one waited for the answer of another
         came()
-        return max_tokens
+        return Counts(max_tokens, 0)
 
     seen = await nothing_waits(send, [Due(n / 100, 1, 3) for n in range(5)])
     assert [each.num_tokens for each in seen] == [3] * 5
@@ -40,15 +41,15 @@ async def test_a_request_does_not_wait_for_those_before_it() -> None:
 
 
 async def test_a_failure_is_that_requests_own() -> None:
-    async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> int:
+    async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> Counts:
         if max_tokens == 1:
             raise ChairliftError("RESOURCE_EXHAUSTED", "full")
         if max_tokens == 2:
             await asyncio.Event().wait()
         if max_tokens == 3:
-            return 0
+            return Counts(0, None)
         came()
-        return max_tokens
+        return Counts(max_tokens, None)
 
     seen = await nothing_waits(send, [Due(0, 1, n) for n in range(1, 5)], timeout_seconds=0.5)
     assert [each.failure for each in seen] == [
@@ -69,12 +70,20 @@ async def test_events_of_a_stream_are_read_and_tokens_counted_by_the_usage() -> 
 
     arrivals: list[int] = []
     text = [{"choices": [{"text": "ab"}], "usage": None}, {"choices": [{"text": ""}]}]
-    usage = {"choices": [], "usage": {"completion_tokens": 7}}
-    assert await bench_serve.read_events(events(*text, *text, usage), lambda: arrivals.append(1)) == 7
+    usage: dict[str, Any] = {"completion_tokens": 7}
+    last = {"choices": [], "usage": usage}
+    counts = await bench_serve.read_events(events(*text, *text, last), lambda: arrivals.append(1))
+    assert counts == (7, None)
     assert len(arrivals) == 2
-    assert await bench_serve.read_events(events(*text), lambda: None) == 1
+    assert await bench_serve.read_events(events(*text), lambda: None) == (1, None)
+    for details, found in ((None, None), ({"cached_tokens": 4}, 4)):
+        usage["prompt_tokens_details"] = details
+        assert await bench_serve.read_events(events(*text, last), lambda: None) == (7, found)
     with pytest.raises(ChairliftError, match="too long"):
         await bench_serve.read_events(events({"error": {"message": "too long"}}), lambda: None)
+
+
+NAN, UNTIMED = "nan.csv", "untimed.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -84,13 +93,18 @@ async def test_events_of_a_stream_are_read_and_tokens_counted_by_the_usage() -> 
         (["--duration", "1"], "say when requests come"),
         (["--rate", "0.001", "--duration", "0.001"], "make it longer"),
         (["--duration", "1", "--trace", "no.csv"], "no.csv"),
+        (["--duration", "1", "--trace", NAN], "line 2: arrival_s is 'nan'"),
+        (["--duration", "1", "--trace", UNTIMED], "tells no arrival times: --rate says when"),
         (["--rate", "1", "--num-requests", "1", "--address", "nowhere"], "--address"),
         (["--rate", "1", "--num-requests", "1", "--url", "http://127.0.0.1:1/v1"], "cannot be read"),
     ],
 )
 def test_what_cannot_be_done_is_said(
-    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    (tmp_path / NAN).write_text("arrival_s,prompt_tokens,output_tokens\nnan,5,5\n")
+    (tmp_path / UNTIMED).write_text('{"prompt_tokens": 5, "output_tokens": 5}\n')
+    flags = [str(tmp_path / flag) if flag in {NAN, UNTIMED} else flag for flag in flags]
     assert main(["bench", "serve", *flags]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -136,6 +150,12 @@ async def test_both_doors_of_a_service_are_measured(tmp_path: Path) -> None:
         assert result["output_tokens_per_second"] * result["seconds"] == pytest.approx(24)
         assert result["inter_token_seconds"]["p99"] > 0
         assert picture.read_bytes().startswith(b"\x89PNG")
+        assert (result["num_prompt_tokens"], result["num_cached_tokens"]) == (147, 0)
         result = await bench("--url", http)
         assert result["num_answered"] == 6
         assert result["output_tokens_per_second"] * result["seconds"] == pytest.approx(24)
+        # Times are those of the run before, its prompts others; who names the seed gets those again.
+        assert (result["load"]["seed"], result["num_cached_tokens"]) == (0, 0)
+        again = await bench("--url", http, "--prompt-seed", str(result["load"]["prompt_seed"]))
+        assert again["load"] == result["load"]
+        assert again["num_cached_tokens"] == 3 * 32

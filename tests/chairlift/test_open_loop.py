@@ -1,13 +1,10 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift import open_loop
-from chairlift.open_loop import Due, Limits, Seen, percentile, poisson, prompts, read_trace, report, until
-from rpc.errors import StartError
+from chairlift.open_loop import Due, Limits, Seen, percentile, poisson, prompts, report, until
 
 NO_LIMITS = Limits(None, None)
 
@@ -51,29 +48,6 @@ def test_a_load_ends_by_time_or_by_number() -> None:
     assert len(until(dues, seconds=None, count=7)) == 7
 
 
-def test_a_trace_is_clipped_and_begins_at_zero(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("arrival_s,prompt_tokens,output_tokens\n7.5,900,3\n5,10,400\n")
-    assert read_trace(path, most_in=512, most_out=128) == [Due(0, 10, 128), Due(2.5, 512, 3)]
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", "arrival_s is missing"),
-        ("arrival_s,prompt_tokens\n1,2\n", "output_tokens is missing"),
-        ("arrival_s,prompt_tokens,output_tokens\n", "no request"),
-        ("arrival_s,prompt_tokens,output_tokens\n1,x,2\n", "could not convert"),
-        ("arrival_s,prompt_tokens,output_tokens\n1\n", "trace.csv"),
-    ],
-)
-def test_a_trace_that_is_none_is_refused_in_a_sentence(text: str, sentence: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
-    with pytest.raises(StartError, match=sentence):
-        read_trace(path, most_in=1, most_out=1)
-
-
 def test_times_count_from_when_a_request_was_due() -> None:
     result = report([seen(1.0, 1.5, 1.6, 1.9, late=0.3)], NO_LIMITS, seconds=2.0, cpu_seconds=0.1)
     assert result["time_to_first_token_seconds"]["p50"] == pytest.approx(0.5)
@@ -115,3 +89,18 @@ def test_a_load_that_nobody_answers_has_a_report() -> None:
     result = report([Seen(Due(0.0, 1, 1), failure="x")], NO_LIMITS, seconds=1.0, cpu_seconds=0)
     assert result["time_to_first_token_seconds"] is None
     assert result["goodput"]["share"] == 0
+
+
+def test_requests_that_come_all_at_once_have_no_rate_and_a_report() -> None:
+    result = report([seen(0.0, 0.2), seen(0.0, 0.3)], NO_LIMITS, seconds=1.0, cpu_seconds=0)
+    assert result["offered_requests_per_second"] is None
+    assert result["num_answered"] == 2
+
+
+def test_what_was_found_in_the_cache_is_counted_of_those_that_were_answered() -> None:
+    failed = Seen(Due(3.0, 4, 4), sent=3.0, failure="UNAVAILABLE")
+    load = [seen(0.0, 0.2), seen(1.0, 1.2), failed]
+    result = report(load, NO_LIMITS, seconds=4.0, cpu_seconds=0)
+    assert (result["num_prompt_tokens"], result["num_cached_tokens"]) == (8, None)
+    load[1].num_cached = 3
+    assert report(load, NO_LIMITS, seconds=4.0, cpu_seconds=0)["num_cached_tokens"] == 3

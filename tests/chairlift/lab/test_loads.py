@@ -175,6 +175,28 @@ def test_a_rate_stretches_the_rhythm() -> None:
     assert stretched == [0, 0.5, 2, 3, 3.5, 5, 6]
 
 
+@pytest.mark.parametrize("start", [0, 2054.5, 1_700_000_000])
+def test_a_cut_from_the_middle_of_a_trace_begins_at_zero(tmp_path: Path, start: float) -> None:
+    lines = "".join(f"{start + row.time},5,5\n" for row in ROWS if row.time is not None)
+    rows = tuple(read_trace(written(tmp_path, HEAD + lines)))
+    assert times(Load(7, rows=rows, arrivals="trace")) == [0, 1, 4, 6, 7, 10, 12]
+    assert times(Load(7, rows=rows, arrivals="trace", rate=1.0)) == [0, 0.5, 2, 3, 3.5, 5, 6]
+
+
+def test_a_trace_that_goes_round_again_finds_nothing_of_the_time_before() -> None:
+    rows = (Row(0.0, 600, 1, (0, 1)), Row(1.0, 600, 1, (0, 2)), Row(2.0, 600, 1, (3, 4)))
+    prompts = [item.prompt_token_ids for item in Load(9, rows=rows, arrivals="trace")]
+    assert len({prompt[0] for prompt in prompts}) == 6  # the first two of each time begin alike
+    for first in range(0, 9, 3):
+        assert prompts[first][:512] == prompts[first + 1][:512]
+    with pytest.raises(LoadError, match=r"go 3 times through the trace, .* more than the 8388608 that there"):
+        Load(3, rows=(Row(0.0, 5, 1, (4_000_000,)),), arrivals="at-once")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:
+    assert read_trace(written(tmp_path, "\ufeff" + HEAD + "0,5,5\n")) == [Row(0.0, 5, 5)]
+
+
 def test_a_load_is_the_same_each_time_and_another_with_another_seed() -> None:
     def drawn(seed: int) -> list[tuple[float, int, int]]:
         load = Load(50, prompt="uniform:1,90", output="exponential:9", rate=2.0, seed=seed)

@@ -60,6 +60,14 @@ def test_what_the_reservations_are() -> None:
     assert reserved == [1948, 32, 25]
 
 
+@pytest.mark.parametrize("name", list(SCHEMES))
+def test_what_clients_allow_is_the_same_under_every_scheme(name: str) -> None:
+    load = replace(LOAD, output="uniform:1,80", max_tokens=20)
+    assert list(served(SETUP, load, name).records.num_output_tokens) == [
+        min(20, item.num_output_tokens) for item in load
+    ]
+
+
 def test_prefill_first_never_decodes_beside_a_prompt() -> None:
     steps: list[Step] = []
     served(SETUP, LOAD, "prefill-first", on_step=steps.append)
