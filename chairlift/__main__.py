@@ -5,8 +5,10 @@ at all: the process becomes it.
 """
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
+import io
 import os
 import signal
 import sys
@@ -76,19 +78,35 @@ def _with_folder(service: str, flags: list[str]) -> list[str]:
 def _run(command: str, argv: list[str]) -> int:
     """One command to its end. Ctrl-C, and a reader that has gone (`| head`), end it without a word.
 
+    A terminal that cannot show a character gets a question mark in its place.
+
     Of Ctrl-C asyncio has made a cancellation before: a call under way is given up, and with it its request.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             exit_code: int = importlib.import_module(f"chairlift.{command}").main(argv)
             return exit_code
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it is closed from the start, by `>&-`
+                sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        _drop_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"chairlift {command}: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """What is left of it would be flushed at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     lines = [f"  {name:<12} {text}" for name, text in _KINDS.items()]
     parser = Parser(
         prog="chairlift bench",
-        usage="chairlift bench KIND …",
+        usage="chairlift bench KIND ...",
         description="Measures a model or a running server; anyone can, on their own.",
         epilog="\n".join(["kinds:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,

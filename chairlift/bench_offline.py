@@ -2,8 +2,8 @@
 
     chairlift bench offline [FLAGS OF SERVE] WORKLOAD.json RESULT.json
 
-    workload    {"name": …, "seed": …, "requests": [{"id": 0, "prompt": [ids…], "max_tokens": 57}, …]}
-    result      {"seconds": 8.13, "requests": [{"n_in": 64, "n_out": 57, "tokens": [ids…]}, …]}
+    workload    {"name": ..., "seed": ..., "requests": [{"id": 0, "prompt": [ids...], "max_tokens": 57}, ...]}
+    result      {"seconds": 8.13, "requests": [{"n_in": 64, "n_out": 57, "tokens": [ids...]}, ...]}
 
 Greedy, end tokens ignored. Results stand in the order of the requests; `seconds` run from handing over all of
 them to the last token. Loading, a short warm-up and two seconds in which nothing is asked are outside: an

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import grpc
@@ -30,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, given_flags, router_at, waited_for
 from chairlift.flag_files import to_write
 from chairlift.flag_numbers import positive, whole
+from chairlift.lab import pictures
 from chairlift.lab.loads import LoadError, Row, read_trace
 from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, report, until
 from chairlift.parser import Parser
@@ -51,7 +51,6 @@ Send = Callable[[list[int], int, Callable[[], None]], Awaitable[Counts]]
 
 Raises ChairliftError."""
 DEFAULT_VOCAB_SIZE = 32_000
-_EXTRAS = {"httpx2": "bench", "matplotlib": "plot"}
 
 
 def main(argv: list[str]) -> int:
@@ -63,10 +62,10 @@ def main(argv: list[str]) -> int:
         parser.error(f"{', '.join(unused)} with --url: only one of the doors is asked; leave it out")
     try:
         if options.plot is not None:
-            _library("matplotlib")  # before the load, not after it
+            pictures.check(options.plot)
         dues = _dues(options)
         result, seen = asyncio.run(_measure(options, dues))
-    except (StartError, LoadError, ChairliftError) as error:
+    except (StartError, LoadError, pictures.NoPicturesError, ChairliftError) as error:
         print(f"chairlift bench serve: {error}", file=sys.stderr)
         return 2
     result = {"load": _load_of(options)} | result
@@ -103,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-seed", type=int, help="the same prompts alone (default: --seed, or drawn)")
     parser.add_argument("--warm-up", type=int, default=2, help="requests before the load (default: 2)")
     parser.add_argument("--result", type=to_write, help="a JSON file to write")
-    parser.add_argument("--plot", type=to_write, help="a PNG file to draw")
+    parser.add_argument("--plot", type=to_write, help="a picture to draw: .png, .pdf or .svg")
     return parser
 
 
@@ -239,7 +238,12 @@ async def _grpc(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
 @contextlib.asynccontextmanager
 async def _openai(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
     """Tokens are counted by the usage at the end: a message may bring several, or a part of a character."""
-    httpx = _library("httpx2")
+    try:
+        httpx = importlib.import_module("httpx2")
+    except ImportError as error:
+        raise StartError(
+            "--url needs httpx2, which is not installed: pip install 'chairlift[bench]'"
+        ) from error
     api_key = os.environ.get(API_KEY_VARIABLE, "")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     socket = options.url.removeprefix("unix:") if options.url.startswith("unix:") else None
@@ -357,7 +361,6 @@ def _load_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def _plot(path: Path, seen: list[Seen], result: Mapping[str, Any]) -> None:
     """Two curves: the share of requests by time to first token, the share of gaps by length."""
-    _library("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -383,14 +386,3 @@ def _plot(path: Path, seen: list[Seen], result: Mapping[str, Any]) -> None:
     rate = result["offered_requests_per_second"]
     figure.suptitle("" if rate is None else f"{rate:.2f} requests/s offered")
     figure.savefig(path, dpi=120)
-
-
-def _library(name: str) -> ModuleType:
-    """A library of an extra. Raises StartError where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        extra = _EXTRAS[name]
-        raise StartError(
-            f"this needs {name}, which is not installed: pip install 'chairlift[{extra}]'"
-        ) from error

@@ -24,6 +24,7 @@ from chairlift.about import about
 from chairlift.flag_files import to_write
 from chairlift.lab.fit import Fit, FitError, Measured, fit
 from chairlift.lab.replay import DifferentError, UnreadableError, replay_file
+from chairlift.lab.setups import SIZES, flags_of
 from chairlift.lab.what_if import fitted
 from chairlift.parser import Parser
 from chairlift.step_driver import Epoch, ExecutorDriver, Failure, Stream, ended_by
@@ -37,7 +38,6 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (16, 128, 512, 1536)
 CHUNKS = (0, 16, 64, 256)  # tokens of a prompt beside those who decode
 NUM_DECODE_STEPS = 12
-SIZES = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_seq_len")
 MAX_TOKENS = 4096  # of all sequences of one shape: they are computed, which takes its time
 _TIMEOUT_SECONDS = 120.0
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -185,15 +185,15 @@ async def calibrate(
             return fit(bench.measured), epoch.capacity
 
 
-def by_record(path: Path) -> tuple[Fit, object]:
-    """Prices of the steps in a record, and the capacity of its first executor.
+def by_record(path: Path, *, may_be_cut: bool = False) -> tuple[Fit, list[str]]:
+    """Prices of the steps in a record, and flags of `simulate` for its first executor as it was used.
 
     Raises UnreadableError, DifferentError, FitError, OSError.
     """
-    report = replay_file(path)
+    report = replay_file(path, may_be_cut=may_be_cut)
     if not report.fleet:
         raise FitError("no executor was there when it was recorded")
-    return fitted(report), report.fleet[0]
+    return fitted(report), flags_of(report)
 
 
 def main(argv: list[str]) -> int:
@@ -213,33 +213,37 @@ def main(argv: list[str]) -> int:
         metavar="FILE",
         help="what a scheduler wrote with its --record, in place of ADDRESS",
     )
+    parser.add_argument(
+        "--cut", action="store_true", help="take a record whose scheduler was killed as far as it is whole"
+    )
     parser.add_argument("--out", type=to_write, metavar="FILE", help="where the prices go; default: shown")
     tls.add_flags(parser)
     options = parser.parse_args(argv)
     if options.record is not None and (unused := tls.given_flags(parser, options)):
         parser.error(f"{', '.join(unused)} with --record: a file is read, nobody is called; leave it out")
 
+    if options.cut and options.record is None:
+        parser.error("--cut without --record: it is about a file; leave it out")
+
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    found: Fit
-    capacity: object  # has the sizes
     try:
         if options.record is not None:
-            found, capacity = by_record(options.record)
+            found, flags = by_record(options.record, may_be_cut=options.cut)
         else:
             found, capacity = asyncio.run(
                 calibrate(options.address, certificates=tls.from_flags(options), tell=tell)
             )
+            flags = [f"--{name.replace('_', '-')} {getattr(capacity, name)}" for name in SIZES]
         text = json.dumps(found.as_json(), indent=2)
-        if options.out is None:
-            print(text)
-        else:
+        if options.out is not None:
             options.out.write_text(text + "\n")
     except (AddressError, StartError, Failure, FitError, UnreadableError, DifferentError, OSError) as error:
         print(f"chairlift calibrate: {error}", file=sys.stderr)
         return 2
+    if options.out is None:
+        print(text)
     tell(found.sentence)
-    flags = [f"--{name.replace('_', '-')} {getattr(capacity, name)}" for name in SIZES]
     tell(f"simulate it with --step-times {options.out or 'FILE'} {' '.join(flags)}")
     return 0

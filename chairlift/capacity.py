@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from chairlift.about import about
 from chairlift.flag_files import to_write
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
         choice = choice_of(options)
         settle()
         search = _executors if wants_executors else _rate
-        found = search(choice, targets, options.scheme)
+        told, found = search(choice, targets, options.scheme)
         if options.json is not None:
             options.json.write_text(json.dumps(found, indent=2) + "\n")
     except (LoadError, SetupError, StepTimesError, OSError) as error:
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> int:
     except TargetsError as error:
         print(f"chairlift capacity: {error}", file=sys.stderr)
         return 1
+    print(told)
     return 0
 
 
@@ -79,29 +81,33 @@ def _targets_of(options: argparse.Namespace) -> Targets:
     return Targets(**values)
 
 
-def _rate(choice: Choice, targets: Targets, scheme: str) -> dict[str, object]:
+def _rate(choice: Choice, targets: Targets, scheme: str) -> tuple[str, dict[str, object]]:
+    load = replace(choice.load, arrivals="at-once", rate=None)
+    at_once = _told("all at once", simulate(choice.setup, load, scheme), targets)
+    if targets.missed(at_once) is None:
+        raise SetupError(f"all {load.num_requests} requests at once keep the limits: give more --requests")
+
     def at(rate: float) -> Summary:
         tried = at_rate(choice, rate)
         return _told(f"{rate:9.3f} requests/s", simulate(tried.setup, tried.load, scheme), targets)
 
     found = highest_rate(at, targets)
     beyond = "" if found.missed is None else f"; at {found.missed_at:.3f}: {found.missed}"
-    print(f"{scheme} takes {found.rate:.3f} requests/s within the limits{beyond}")
-    return {
+    return f"{scheme} takes {found.rate:.3f} requests/s within the limits{beyond}", {
         "rate": found.rate,
         "missed_at": found.missed_at,
         "missed": found.missed,
     } | found.summary.as_json()
 
 
-def _executors(choice: Choice, targets: Targets, scheme: str) -> dict[str, object]:
+def _executors(choice: Choice, targets: Targets, scheme: str) -> tuple[str, dict[str, object]]:
     def with_count(count: int) -> Summary:
         tried = with_executors(choice, count)
         return _told(f"{count:3} executors", simulate(tried.setup, tried.load, scheme), targets)
 
     count, summary = fewest_executors(with_count, targets, at_most=MAX_EXECUTORS)
-    print(f"{choice.load.rate:g} requests/s need {count} executor{'s' if count > 1 else ''} under {scheme}")
-    return {"executors": count} | summary.as_json()
+    told = f"{choice.load.rate:g} requests/s need {count} executor{'s' if count > 1 else ''} under {scheme}"
+    return told, {"executors": count} | summary.as_json()
 
 
 def _told(what: str, summary: Summary, targets: Targets) -> Summary:

@@ -24,6 +24,7 @@ from chairlift.own_service import own_service
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.seats import Step, picture
+from chairlift.tables import PlainConsole
 from chairlift.watch import step_of
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.address import Address
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--dtype", default="bfloat16", help="number type of the computation (%(default)s)")
     options = parser.parse_args(argv)
-    console = Console(highlight=False)
+    console = PlainConsole()
     try:
         return asyncio.run(_demo(options.model, options.dtype, console))
     except (StartError, ChairliftError) as error:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 def to_write(text: str) -> Path:
     """The path of a file that can be written, as far as can be seen."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("it is '-', and must be a file: nothing is written to stdout")
     path = Path(text)
     folder = path.parent
     if path.is_dir():

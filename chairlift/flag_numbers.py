@@ -24,12 +24,21 @@ def number(text: str) -> float:
 
 def whole(text: str) -> int:
     """A whole number, at least 1."""
+    return _at_least(1, text)
+
+
+def not_negative(text: str) -> int:
+    """A whole number, at least 0."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"it is {text!r}, and must be a whole number, at least 1")
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, and must be a whole number, at least {least}")
     return value
 
 

@@ -79,7 +79,7 @@ def _panel(name: str, lift: Lift, *, width: int, num_rows: int, now: float) -> P
     title = f"{name}   step {lift.step_id}"
     if lift.num_riding and quiet > _QUIET_SECONDS:
         title += f"   no step for {quiet:.0f} s"
-    return Panel(Group(*rows, figures), title=title, title_align="left")
+    return Panel(Group(*rows, figures), title=Text(title), title_align="left")
 
 
 def _seat(lift: Lift, seat: int, width: int) -> Text:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chairlift.about import about
-from chairlift.lab.changes import add_flags, change_of
+from chairlift.lab.changes import ChangeError, add_flags, change_of, check_fleet
 from chairlift.lab.fit import FitError
 from chairlift.lab.replay import DifferentError, Report, UnreadableError, replay_file
 from chairlift.lab.what_if import Change, Latencies, fitted, modelled, recorded
@@ -18,24 +18,38 @@ from chairlift.tables import show
 
 
 def main(argv: list[str]) -> int:
-    """Replays; returns the exit code: 1 when plans differ, 2 when the record is refused."""
+    """Replays; returns the exit code: 1 when plans differ or the settings take nobody, 2 for a refusal."""
     options = _parser().parse_args(argv)
     console = Console(stderr=True)
     try:
         with console.status("replaying"):
             report = replay_file(options.record, may_be_cut=options.cut)
-        print(_told(report))
-        change = change_of(options)
-        if change is not None:
-            show(_compared(report, change))
-    except (UnreadableError, FitError, OSError) as error:
+    except (UnreadableError, OSError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        print(f"chairlift replay: {options.record}: {why}", file=sys.stderr)
-        return 2
+        return _refused(options, str(why))
     except DifferentError as error:
         print(f"chairlift replay: {options.record}: the plans differ. {error}", file=sys.stderr)
         return 1
+    print(_told(report))
+    change = change_of(options)
+    if change is None:
+        return 0
+    try:
+        check_fleet(options, report.fleet)
+        columns, title = _compared(report, change)
+    except (ChangeError, FitError) as error:
+        return _refused(options, str(error))
+    show(_table(columns, title))
+    changed = columns["what if"]
+    if 0 < changed.requests == changed.refused:
+        print("chairlift replay: under these settings every request is refused", file=sys.stderr)
+        return 1
     return 0
+
+
+def _refused(options: argparse.Namespace, why: str) -> int:
+    print(f"chairlift replay: {options.record}: {why}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _told(report: Report) -> str:
     head = report.header
+    early = f"\nthe recording ended here, before its scheduler did: {report.ended_early}"
     return (
         f"recorded {head.get('began', '')} by {head.get('scheduler_id') or 'a scheduler'}, "
         f"version {head.get('version')}\n"
@@ -61,19 +76,23 @@ def _told(report: Report) -> str:
         f"{report.num_refused:,} refused; {report.num_tokens:,} tokens computed; "
         f"{report.preemptions} preemptions, {report.displacements} displacements, "
         f"{report.num_lost} executors gone\n"
-        f"{report.num_plans:,} plans, all equal to those recorded"
+        f"{report.num_plans:,} plans, all equal to those recorded{early if report.ended_early else ''}"
     )
 
 
-def _compared(report: Report, change: Change) -> Table:
-    """The record, its model, and the model under the changed settings."""
+def _compared(report: Report, change: Change) -> tuple[dict[str, Latencies], str]:
+    """The record, its model, and the model under the changed settings; and what they rest on."""
     fit = fitted(report)
     columns = {
         "recorded": recorded(report),
         "modelled": modelled(report, fit.prices, lambda limits: limits),
         "what if": modelled(report, fit.prices, change),
     }
-    table = Table(title=f"step times fitted to {fit.sentence}", title_justify="left")
+    return columns, f"step times fitted to {fit.sentence}"
+
+
+def _table(columns: dict[str, Latencies], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     for name in columns:
         table.add_column(name, justify="right")

@@ -15,7 +15,7 @@ from chairlift.flag_numbers import positives
 from chairlift.lab import pictures
 from chairlift.lab.loads import Load, LoadError
 from chairlift.lab.loop import Arrival
-from chairlift.lab.run import Summary, settle, simulate
+from chairlift.lab.run import Setup, Summary, longest, settle, simulate
 from chairlift.lab.schemes import SCHEMES
 from chairlift.lab.setups import Choice, SetupError, add_flags, at_rate, choice_of
 from chairlift.lab.step_times import StepTimesError
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         help="who schedules; may be given several times; default chairlift",
     )
     parser.add_argument(
-        "--rates", type=positives, metavar="R,R,…", help="each scheme at each of these requests a second"
+        "--rates", type=positives, metavar="R,R,...", help="each scheme at each of these requests a second"
     )
     parser.add_argument("--json", type=to_write, metavar="FILE", help="writes all figures")
     parser.add_argument(
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     try:
         choice = choice_of(options)
         if options.png is not None:
-            pictures.check()
+            pictures.check(options.png)
         schemes = list(dict.fromkeys(options.scheme or ["chairlift"]))
         choices = [at_rate(choice, rate) for rate in options.rates or ()] or [choice]
         watches = options.png is not None and not options.rates
@@ -77,20 +77,20 @@ def main(argv: list[str]) -> int:
     if not options.quiet:
         for rate, (summaries, _) in zip(options.rates or [None], runs, strict=True):
             show(table(summaries, rate))
-    return _refusals_told(runs, choice.setup.max_len)
+    return _refusals_told(runs, choice.setup)
 
 
 Run = tuple[list[Summary], dict[str, pictures.Watcher]]
 
 
-def _refusals_told(runs: list[Run], max_len: int) -> int:
+def _refusals_told(runs: list[Run], setup: Setup) -> int:
     """Says which schemes took no request, and returns the exit code: 1 when there is one."""
     every = [item for summaries, _ in runs for item in summaries]
     refusing = list(dict.fromkeys(item.scheme for item in every if item.refused == item.requests))
     for scheme in refusing:
         print(
-            f"chairlift simulate: {scheme} refused every request: one has room for {max_len:,} tokens, "
-            "prompt and output (--max-seq-len, --num-blocks)",
+            f"chairlift simulate: {scheme} refused every request: one has room for "
+            f"{longest(setup, scheme):,} tokens, prompt and output (--max-seq-len, --num-blocks)",
             file=sys.stderr,
         )
     return 1 if refusing else 0

@@ -1,4 +1,6 @@
-"""Tables for people: as wide as the terminal, or as they like where there is none (a pipe, a file)."""
+"""What is drawn with rich: tables as wide as the terminal, or as they like where there is none (a pipe)."""
+
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -6,9 +8,20 @@ from rich.table import Table
 _UNBOUNDED_COLUMNS = 500
 
 
+class PlainConsole(Console):
+    """Shows texts as they are: they may be a client's, brackets and all."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Leaves it to the command line, as where nothing is drawn: rich would end the process by itself."""
+        raise BrokenPipeError
+
+
 def show(table: Table) -> None:
     """Prints the table to stdout."""
-    console = Console(highlight=False)
+    console = PlainConsole()
     if not console.is_terminal:
-        console = Console(highlight=False, width=_UNBOUNDED_COLUMNS)
+        console = PlainConsole(width=_UNBOUNDED_COLUMNS)
     console.print(table)

@@ -19,6 +19,7 @@ from chairlift.lift import End, Frame, Gauges, Lift
 from chairlift.lift_drawing import screen
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
+from chairlift.tables import PlainConsole
 from chairlift.watch import step_of
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.cancel import heed_cancel
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
     )
     add_flags(parser)
     options, router = parsed(parser, argv)
-    console = Console(highlight=False)
+    console = PlainConsole()
     if not console.is_terminal:
         print("chairlift top draws on a terminal; `chairlift watch` writes lines", file=sys.stderr)
         return 2

@@ -7,7 +7,8 @@
 
 The event loop only puts values into a queue. Those are values that nobody changes any more: requests,
 plans, results; of a token log, which grows, a part that is there. When the queue is full (a disk that stands
-still) or writing fails, the recording ends and the server goes on: a record has no gaps.
+still) or writing fails, the recording ends and the server goes on: a record has no gaps, and its last event
+says why it ended (where that can still be written).
 """
 
 import secrets
@@ -141,10 +142,14 @@ class Recorder:
             )
 
     def stop(self, reason: str) -> None:
-        """The recording ends here; what was said so far is written."""
+        """The recording ends here; what was said so far is written, and why no more was."""
         if self.is_on:
-            self.is_on = False
-            _log.error("recording_stopped", file=str(self.path), reason=reason)
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        self.is_on = False
+        self._pending.append(lambda _: {"e": "ended", "reason": reason})
+        _log.error("recording_stopped", file=str(self.path), reason=reason)
 
     def close(self) -> None:
         """Writes what is left, and the end of the file."""
@@ -182,12 +187,13 @@ class Recorder:
                 time.sleep(0)  # the loop may want to go on
         except _EndedError as error:
             self._give_up(str(error))
+            self._write_pending(file)  # that it has ended
         if self._lines and time.monotonic() - self._sealed_at >= CHUNK_SECONDS:
             self._seal(file)
 
     def _give_up(self, reason: str) -> None:
-        self.stop(reason)
         self._pending.clear()
+        self._end(reason)
 
     def _begun(self, num_ids: int) -> _Encoding:
         limits, batching, scheduler_id = self._settings
@@ -329,6 +335,7 @@ class RecordingCore(SchedulerCore):
 
     def update(self, executor_id: str, result: StepResult, now: float) -> Outcome:
         """As the core's."""
+        self._look_at_streams()  # an answer may be there before a plan is asked for
         unanswered = self.executors[executor_id].session.unanswered
         plan = unanswered[0] if unanswered else None
         num_ids = self._recorder.num_ids or 1

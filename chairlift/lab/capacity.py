@@ -5,12 +5,14 @@ the large, not of every pair of neighbours: what is found is a rate that keeps t
 a tolerance higher, that does not. Pure.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from chairlift.lab.run import Summary
 
-_MAX_DOUBLINGS = 40
+_SLOWEST = 1e-6  # requests a second: each is alone
+_FASTEST = 1e8  # they come as good as all at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,17 @@ class Targets:
 
     def missed(self, summary: Summary) -> str | None:
         """The first that does not hold, in words; None when all do."""
-        for name in self.__slots__:
-            wanted = getattr(self, name)
+        wanted = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
+        for name, limit in wanted.items():
             got = getattr(summary, name)
-            if wanted is not None and got > wanted:
-                return f"{name} {got:.4g} s > {wanted:g} s"
-        return f"{summary.refused} refused" if summary.refused else None
+            if got > limit:
+                return f"{name} {got:.4g} s > {limit:g} s"
+        if summary.refused:
+            return f"{summary.refused} refused"
+        for name in wanted:
+            if math.isnan(getattr(summary, name)):
+                return f"{name} is not known: nobody had tokens enough"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +61,21 @@ def highest_rate(
     good: tuple[float, Summary] | None = None
     bad: tuple[float, str] | None = None
     rate = start
-    for _ in range(_MAX_DOUBLINGS):
+    while good is None or bad is None or bad[0] > good[0] * (1 + tolerance):
         summary = at(rate)
         missed = targets.missed(summary)
         if missed is None:
             good = rate, summary
+            if rate >= _FASTEST:
+                break
         else:
             bad = rate, missed
-        if good is not None and bad is not None:
-            if bad[0] <= good[0] * (1 + tolerance):
-                break
-            rate = (good[0] + bad[0]) / 2
+            if rate <= _SLOWEST:
+                raise TargetsError(f"not even {rate:.3g} requests a second keep the limits: {missed}")
+        if good is None:
+            rate = _SLOWEST  # where it misses them too, no rate keeps them
         else:
-            rate = rate * 2 if good is not None else rate / 2
-    if good is None:
-        assert bad is not None
-        raise TargetsError(f"not even {bad[0]:.3g} requests a second keep the limits: {bad[1]}")
+            rate = min(2 * rate, _FASTEST) if bad is None else (good[0] + bad[0]) / 2
     return Found(*good, *(bad or (None, None)))
 
 

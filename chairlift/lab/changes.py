@@ -4,10 +4,11 @@ Must not know: what is done with them.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from chairlift.flag_numbers import positive, whole
+from chairlift.flag_numbers import not_negative, positive, whole
+from scheduler.plan import Capacity
 from scheduler.policy import Admission, Limits
 from scheduler.waiting import Policy
 
@@ -18,7 +19,18 @@ _COUNTS = {
     "window": "plans under way at once",
     "max_queued": "most waiting requests beyond the free seats",
 }
+_CEILINGS = {
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "num_blocks": "num_blocks",
+    "window": "max_window",
+}
+"""What an executor says it takes at most of them."""
 _OTHERS = ("policy", "admission", "prefix_caching")
+
+
+class ChangeError(ValueError):
+    """A setting that could change nothing: a sentence."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices = "{" + ",".join(item.value for item in kind) + "}"
         settings.add_argument(f"--{name}", type=kind, choices=list(kind), metavar=choices, help=text)
     for name, text in _COUNTS.items():
-        settings.add_argument(f"--{name.replace('_', '-')}", type=whole, metavar="N", help=text)
+        number = not_negative if name == "max_queued" else whole
+        settings.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="N", help=text)
     settings.add_argument("--max-step-ms", type=positive, metavar="MS", help="wanted duration of a step")
     settings.add_argument(
         "--prefix-caching",
@@ -48,3 +61,15 @@ def change_of(options: argparse.Namespace) -> Callable[[Limits], Limits] | None:
     if options.max_step_ms is not None:
         changed["max_step_us"] = 1000 * options.max_step_ms
     return (lambda limits: replace(limits, **changed)) if changed else None
+
+
+def check_fleet(options: argparse.Namespace, fleet: Iterable[Capacity]) -> None:
+    """Raises ChangeError for a setting beyond what any executor of the record takes: nobody would heed it."""
+    for name, ceiling in _CEILINGS.items():
+        wanted = getattr(options, name)
+        most = max((getattr(capacity, ceiling) for capacity in fleet), default=wanted)
+        if wanted is not None and wanted > most:
+            raise ChangeError(
+                f"--{name.replace('_', '-')} is {wanted}, and the recorded executors take {most} at most: "
+                "what more would bring is not in the record"
+            )

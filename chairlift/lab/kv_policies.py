@@ -8,6 +8,7 @@
 The core's own blocks are kept besides, as the executor's addresses: whoever holds a run has blocks enough.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,22 +30,24 @@ class ContiguousCore(SchedulerCore):
         super().__init__(*args, **settings)
         self._make_ranges = ranges
         self._ranges: dict[str, Ranges] = {}
+        self._longest = sys.maxsize
         self._starts: dict[Sequence, int] = {}
 
     def attach(self, executor_id: str, epoch: int, capacity: Capacity, now: float) -> list[Sequence]:
         """As the core's."""
         ended = super().attach(executor_id, epoch, capacity, now)
         blocks = self.executors[executor_id].blocks
-        self._ranges[executor_id] = self._make_ranges(blocks.num_blocks * blocks.block_size)
+        ranges = self._ranges[executor_id] = self._make_ranges(blocks.num_blocks * blocks.block_size)
+        self._longest = min(self._longest, ranges.longest // blocks.block_size * blocks.block_size)
         return ended
 
     def submit(self, request: Request, output_token_ids: TokenIds = NO_IDS, *, now: float) -> Sequence:
         """As the core's; refuses what no run is long enough for."""
         length = len(request.prompt_token_ids) + request.max_tokens
-        longest = min((ranges.longest for ranges in self._ranges.values()), default=length)
-        if length > longest:
+        if length > self._longest:
             raise RefusedError(
-                StatusCode.INVALID_ARGUMENT, f"{length} tokens need a run of slots, the longest has {longest}"
+                StatusCode.INVALID_ARGUMENT,
+                f"{length} tokens need a run of slots, the longest has {self._longest}",
             )
         return super().submit(request, output_token_ids, now=now)
 

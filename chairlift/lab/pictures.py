@@ -24,7 +24,7 @@ _HEADROOM = 1.18  # for the legend
 
 
 class NoPicturesError(RuntimeError):
-    """matplotlib is not there: a sentence."""
+    """matplotlib is not there, or does not draw such a file: a sentence."""
 
 
 class Watcher:
@@ -66,14 +66,17 @@ class Watcher:
                 del points[1::2]
 
 
-def check() -> None:
-    """Raises NoPicturesError unless pictures can be drawn: better told before a long run than after it."""
+def check(path: Path) -> None:
+    """Raises NoPicturesError unless it can be drawn: better told before a long run than after it."""
     try:
-        import matplotlib as mpl  # noqa: F401
+        from matplotlib import backend_bases
     except ImportError as error:
         raise NoPicturesError(
-            "pictures are drawn with matplotlib: pip install 'chairlift[plot]', or leave --png out"
+            "pictures are drawn with matplotlib: pip install 'chairlift[plot]', or leave the picture out"
         ) from error
+    known = backend_bases.FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise NoPicturesError(f"{path} is no picture by its name: .{', .'.join(sorted(known))} are")
 
 
 def draw(watched: dict[str, Watcher], path: Path) -> None:
@@ -152,7 +155,7 @@ def _over_time(axes: Any, watcher: Watcher) -> None:
     axes.plot(watcher.times, watcher.num_running, color=_COLOURS[0], label="running", linewidth=1.2)
     axes.set_xlabel("seconds")
     axes.set_ylabel("sequences")
-    axes.set_ylim(0, _HEADROOM * max(1.0, *watcher.num_waiting, *watcher.num_running))
+    axes.set_ylim(0, _HEADROOM * max([1.0, *watcher.num_waiting, *watcher.num_running]))
     _plain(axes)
     share = axes.twinx()
     share.plot(watcher.times, watcher.held_share, color=_COLOURS[1], linewidth=1, label="KV held")

@@ -82,6 +82,7 @@ class Report:
     preemptions: int = 0
     displacements: int = 0
     num_lost: int = 0  # executors
+    ended_early: str = ""  # why the recording ended before its scheduler did
     fleet: list[Capacity] = field(default_factory=list)  # when most executors were attached
     seen: list[Seen] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
@@ -105,7 +106,9 @@ def replay_file(path: Path, *, may_be_cut: bool = False) -> Report:
 def replay(told: Iterable[Chunk]) -> Report:
     """Tells all of it. Raises RecordError for what cannot be told, DifferentError where plans differ."""
     events = _events(told)
-    place, head = next(events, ("the beginning", {}))
+    place, head = next(events, ("", None))
+    if head is None:
+        raise RecordError("it holds nothing: its scheduler was killed before the first event was written")
     try:
         if head["format"] != FORMAT:
             raise RecordError(f"the record has format {head['format']}; this is read: {FORMAT}")
@@ -162,8 +165,11 @@ class _Teller:
 
     def tell(self, event: Event) -> None:
         """One call."""
-        now = float(event["t"])
         report = self.report
+        if event["e"] == "ended":
+            report.ended_early = str(event["reason"])
+            return
+        now = float(event["t"])
         if not report.num_events:
             report.began = report.ended = now
         report.num_events += 1

@@ -110,8 +110,17 @@ def served(
     capacity = setup.capacity(cuts_prompts=scheme.cuts_prompts)
     core = scheme.make(replace(setup.limits))
     loop = LogicalLoop(core, [capacity] * setup.num_executors, setup.step_times, on_step=on_step)
-    loop.run(scheme.arrivals(load, setup.max_len))
+    loop.run(scheme.arrivals(load, longest(setup, scheme_name)))
     return loop
+
+
+def longest(setup: Setup, scheme_name: str) -> int:
+    """Tokens of the longest sequence that can be under this scheme."""
+    scheme = SCHEMES[scheme_name]
+    if scheme.ranges is None:
+        return setup.max_len
+    run = scheme.ranges(setup.num_blocks * setup.block_size).longest
+    return min(setup.max_len, run // setup.block_size * setup.block_size)
 
 
 def summary(loop: LogicalLoop, scheme_name: str) -> Summary:

@@ -78,6 +78,7 @@ class Scheme:
     finds_prefixes: bool = True  # if the operator wants it
     watermark: float | None = None  # absent, the operator's
     max_tokens: MaxTokens | None = None
+    ranges: Callable[[int], Ranges] | None = None  # where a sequence holds a run of slots
 
     def make(self, limits: Limits) -> SchedulerCore:
         """A core of these limits, as far as the scheme leaves them free."""
@@ -121,6 +122,7 @@ def _contiguous(ranges: Callable[[int], Ranges], scheme: Scheme | None = None) -
     return replace(
         scheme or Scheme(),
         core=partial(ContiguousCore, ranges),
+        ranges=ranges,
         admission=Admission.OPTIMISTIC,
         watermark=0.0,
         finds_prefixes=False,

@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chairlift.lab.loads import Load, read_trace, tenants
+from chairlift.lab.replay import Report
 from chairlift.lab.run import Setup
 from chairlift.lab.step_times import PRESETS, Linear, Roofline, from_json, preset
 from scheduler.policy import Admission, Limits
+from scheduler.record_events import limits_of
 from scheduler.waiting import Policy
 
 MAX_EXECUTORS = 64
+MAX_NUM_BLOCKS = 1 << 24  # each takes some 60 bytes of this machine
+SIZES = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_seq_len")
+"""Flags that describe an executor, by their names in its capacity."""
 
 
 class SetupError(ValueError):
@@ -84,6 +89,11 @@ def add_flags(parser: argparse.ArgumentParser, *, default_requests: int) -> None
         "--window", type=int, default=1, metavar="N", help="plans under way at once (default: %(default)s)"
     )
     serving.add_argument(
+        "--no-late-plans",
+        action="store_true",
+        help="with --window 2: the second plan leaves as soon as it can",
+    )
+    serving.add_argument(
         "--policy",
         type=Policy,
         choices=list(Policy),
@@ -152,8 +162,11 @@ def _setup_of(options: argparse.Namespace, step_times: Roofline | Linear, *, sha
             raise SetupError("--step-times says nothing of memory: --num-blocks is wanted")
         num_blocks = step_times.num_kv_tokens() // options.block_size
     _check_at_least_one("num_blocks", num_blocks)
+    if num_blocks > MAX_NUM_BLOCKS:
+        raise SetupError(f"--num-blocks is {num_blocks}: at most {MAX_NUM_BLOCKS} are simulated")
     limits = Limits(
         window=options.window,
+        late_plans=not options.no_late_plans,
         policy=options.policy,
         admission=options.admission,
         # Where no two prompts begin alike nothing is ever found: naming blocks would be time thrown away.
@@ -174,6 +187,15 @@ def _setup_of(options: argparse.Namespace, step_times: Roofline | Linear, *, sha
 def _check_at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise SetupError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+
+
+def flags_of(report: Report) -> list[str]:
+    """What the first executor of a record was, as its scheduler used it: flags to simulate it."""
+    limits, capacity = limits_of(report.header), report.fleet[0]
+    most = {name: getattr(capacity, name) for name in SIZES} | {"window": capacity.max_window}
+    used = {name: min(getattr(limits, name, None) or number, number) for name, number in most.items()}
+    late = [] if limits.late_plans else ["--no-late-plans"]
+    return [f"--{name.replace('_', '-')} {number}" for name, number in used.items()] + late
 
 
 def with_executors(choice: Choice, count: int) -> Choice:

@@ -172,7 +172,7 @@ def from_json(path: Path) -> Linear:
     except OSError as error:
         why = f"{error.strerror or error} (`chairlift calibrate` makes them)"
         raise StepTimesError(f"step times cannot be read from {path}: {why}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StepTimesError(f"step times cannot be read from {path}: {error}") from error
     known = [item.name for item in fields(Linear)]
     if not isinstance(values, dict):

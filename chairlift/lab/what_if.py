@@ -1,9 +1,10 @@
 """A recorded load under other settings: who asked when is the record's, what executors take is modelled.
 
 Answers come as long as they were, from executors like those that were attached, on step times fitted to the
-recorded steps. Who gave up gives up at the same time. Those that were refused are left out: nobody knows how
-long their answers would have been. No executor is lost. So the run under the recorded settings stands beside
-the record itself: what differs between those two is the model's error, and no finding. Pure.
+recorded steps. Who gave up or failed goes at the same time, and who was on its way at the end of the record
+goes then. Those that were refused are left out. Of all these nobody knows how long their answers would have
+been. No executor is lost. So the run under the recorded settings stands beside the record itself: what
+differs between those two is the model's error, and no finding. Pure.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from chairlift.lab.fit import Fit, Measured, fit
 from chairlift.lab.loop import Arrival, LogicalLoop
-from chairlift.lab.records import Histogram, quantile
+from chairlift.lab.records import NEVER, Histogram, quantile
 from chairlift.lab.replay import Report, Seen
 from chairlift.lab.step_times import Linear
 from scheduler.batching import Batching
@@ -21,6 +22,7 @@ from scheduler.record_events import limits_of
 from scheduler.sequence import FinishReason
 
 _CACHE_SECRET = b"what if"
+_BY_THEMSELVES = {FinishReason.STOP, FinishReason.LENGTH}
 Change = Callable[[Limits], Limits]
 
 
@@ -54,7 +56,7 @@ def recorded(report: Report) -> Latencies:
         firsts,
         report.gaps,
         totals,
-        sum(seen.reason in {FinishReason.STOP, FinishReason.LENGTH} for seen in report.seen),
+        sum(seen.reason in _BY_THEMSELVES for seen in report.seen),
         report.preemptions,
         report.num_refused,
     )
@@ -65,7 +67,10 @@ def modelled(report: Report, step_times: Linear, change: Change) -> Latencies:
     limits = change(limits_of(report.header))
     core = SchedulerCore(limits, Batching(report.header["batching"]), cache_secret=_CACHE_SECRET)
     loop = LogicalLoop(core, report.fleet, step_times)
-    records = loop.run(_arrival(seen, report.began) for seen in report.seen)
+    records = loop.run(_arrival(seen, report) for seen in report.seen)
+    for index, seen in enumerate(report.seen):
+        if seen.ended is None:
+            records.ended[index] = NEVER  # as in the record
     return _latencies(
         len(records),
         loop.totals.num_output_tokens,
@@ -89,13 +94,13 @@ def fitted(report: Report) -> Fit:
     )
 
 
-def _arrival(seen: Seen, began: float) -> Arrival:
-    request = seen.request
-    length, gives_up = max(1, seen.num_output_tokens), None
-    if seen.reason is FinishReason.ABORT and seen.ended is not None:
-        length, gives_up = request.max_tokens, seen.ended - began
-    elif seen.reason is FinishReason.DEADLINE:
-        length = request.max_tokens
+def _arrival(seen: Seen, report: Report) -> Arrival:
+    request, began = seen.request, report.began
+    length, gives_up = request.max_tokens, None
+    if seen.reason in _BY_THEMSELVES:
+        length = max(1, seen.num_output_tokens)
+    elif seen.reason is not FinishReason.DEADLINE:
+        gives_up = (report.ended if seen.ended is None else seen.ended) - began
     return Arrival(
         seen.submitted - began,
         request.prompt_token_ids + seen.resumed,

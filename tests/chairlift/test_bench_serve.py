@@ -1,5 +1,6 @@
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -120,13 +121,15 @@ def test_one_door_is_measured(flags: list[str], capsys: pytest.CaptureFixture[st
 def test_without_the_library_a_picture_is_refused_before_the_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def absent(name: str, *rest: Any) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(bench_serve.importlib, "import_module", absent)
-    flags = ["--rate", "1", "--num-requests", "1", "--plot", str(tmp_path / "x.png")]
-    assert bench_serve.main(flags) == 2
+    flags = ["--rate", "1", "--num-requests", "1"]
+    assert bench_serve.main([*flags, "--plot", str(tmp_path / "x.xyz")]) == 2
+    assert "x.xyz is no picture by its name" in capsys.readouterr().err
+    for module in ("matplotlib", "httpx2"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert bench_serve.main([*flags, "--plot", str(tmp_path / "x.png")]) == 2
     assert "pip install 'chairlift[plot]'" in capsys.readouterr().err
+    assert bench_serve.main([*flags, "--url", "http://127.0.0.1:1/v1"]) == 2
+    assert "pip install 'chairlift[bench]'" in capsys.readouterr().err
 
 
 async def test_both_doors_of_a_service_are_measured(tmp_path: Path) -> None:

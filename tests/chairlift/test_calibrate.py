@@ -44,7 +44,7 @@ def test_prices_of_a_running_executor_feed_a_simulation(
 
 def recorded(path: Path, prices: Linear, capacities: list[Capacity], num_requests: int) -> Path:
     """A load in logical time, written down."""
-    limits = Limits(window=1)
+    limits = Limits(window=1, max_num_seqs=5)
     writer = Recorder(path, limits, Batching.ITERATION)
     core = RecordingCore(writer, limits, cache_secret=b"x")
     loop = LogicalLoop(core, capacities, prices)
@@ -65,7 +65,29 @@ def test_a_record_gives_the_prices_that_its_steps_had(
     assert from_json(out).base_us == pytest.approx(10_000, rel=0.01)
     assert from_json(out).per_token_us == pytest.approx(100, rel=0.02)
     told = capsys.readouterr().err
-    assert "--num-blocks 100 --block-size 16 --max-num-seqs 8 --max-num-batched-tokens 64" in told
+    assert "--num-blocks 100 --block-size 16 --max-num-seqs 5 --max-num-batched-tokens 64" in told
+    assert told.endswith("--window 1 --no-late-plans\n")  # as recorded, whatever the executor could take
+    flags = told.splitlines()[-1].partition(str(out))[2].split()
+    load = ["--prompt", "20", "--output", "5", "--requests", "3", "--rate", "9"]
+    assert simulate.main(["--step-times", str(out), *flags, *load]) == 0
+
+
+def test_the_whole_part_of_a_cut_record_gives_prices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_PENDING", 10**9)
+    monkeypatch.setattr(recorder, "CHUNK_BYTES", 1 << 12)
+    record = recorded(
+        tmp_path / "record", Linear(10_000, 100), [Capacity(100, 16, 8, 64, 1 << 20, 2, 1 << 31)], 60
+    )
+    record.write_bytes(record.read_bytes()[:-5])
+    assert calibrate.main(["--record", str(record)]) == 2
+    assert "(--cut replays what is whole)" in capsys.readouterr().err
+    assert calibrate.main(["--record", str(record), "--cut"]) == 0
+    assert json.loads(capsys.readouterr().out)["base_us"] == pytest.approx(10_000, rel=0.01)
+    with pytest.raises(SystemExit):
+        calibrate.main(["127.0.0.1:1", "--cut"])
+    assert "--cut without --record" in capsys.readouterr().err
 
 
 def test_a_record_that_has_no_steps_or_is_none_is_refused(

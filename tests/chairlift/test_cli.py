@@ -1,4 +1,5 @@
 import importlib
+import io
 import os
 import signal
 import subprocess
@@ -74,6 +75,28 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(_argv: list[str]) -> int:
+        sys.stdout.write("caf\xe9 \u2588\n")
+        return 0
+
+    written = io.BytesIO()
+    monkeypatch.setattr(importlib.import_module("chairlift.key"), "main", says)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    assert main(["key"]) == 0
+    assert written.getvalue() == b"caf\xe9 ?\n"
+
+
+def test_an_output_that_is_closed_or_full_ends_in_no_traceback() -> None:
+    command = [sys.executable, "-m", "chairlift", "key"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "chairlift key: No space left on device\n")
+    closed = ["sh", "-c", '"$@" >&-', "sh", *command]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "pull", "watch", "top", "demo", "conformance"])

@@ -24,6 +24,8 @@ async def run(tmp_path: Path, known: str, asked: str) -> int:
         ("a11e", "chatcmpl-a11e"),
         ("a11e", "cmpl-a11e"),
         ("cmpl-mine", "cmpl-mine"),  # named so by who asked
+        ("a[/b]", "a[/b]"),
+        ("[red]x", "[red]x"),
     ],
 )
 async def test_the_id_of_an_http_answer_is_one_too(

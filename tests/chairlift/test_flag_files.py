@@ -17,6 +17,8 @@ def test_one_that_cannot_be_is_refused_with_its_path(tmp_path: Path) -> None:
         to_write(str(tmp_path))
     with pytest.raises(argparse.ArgumentTypeError, match=f"and there is no folder {tmp_path}/no"):
         to_write(f"{tmp_path}/no/such.json")
+    with pytest.raises(argparse.ArgumentTypeError, match="it is '-', and must be a file"):
+        to_write("-")
 
 
 def test_one_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from chairlift.flag_numbers import integer, number, positive, positives, whole
+from chairlift.flag_numbers import integer, not_negative, number, positive, positives, whole
 
 
 def test_numbers_are_read() -> None:
@@ -24,6 +24,11 @@ def test_a_word_is_no_number() -> None:
 def test_what_is_not_whole_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"^it is '{text}', and must be a whole number"):
         whole(text)
+    if text == "0":
+        assert not_negative(text) == 0
+    else:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"^it is '{text}', and .* number, at least 0$"):
+            not_negative(text)
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1", "nan", "inf", "1e300", ""])

@@ -54,6 +54,10 @@ def test_how_a_ride_ended_is_a_mark_on_its_last_step(end: End, glyph: str) -> No
     assert f"▐▒█{glyph}  " in drawn({"e": made})
 
 
+def test_an_address_with_brackets_is_shown_as_it_is() -> None:
+    assert "unix:/tmp/[/x].sock   step 3" in drawn({"unix:/tmp/[/x].sock": lift()})
+
+
 def test_who_waits_is_listed_by_importance() -> None:
     text = drawn({"e": lift(queue=((5, "b", 2), (-1, "a", 3)))})
     assert "5 waiting   class -1 a: 3   class 5 b: 2" in text

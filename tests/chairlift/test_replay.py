@@ -1,11 +1,14 @@
 """`chairlift replay` at the command line, and the recorded load under other settings."""
 
+import contextlib
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from chairlift import replay
+from chairlift import calibrate, replay
 from chairlift.lab.loads import Load, fresh_prompt
 from chairlift.lab.loop import Arrival, LogicalLoop
 from chairlift.lab.replay import replay_file
@@ -19,28 +22,43 @@ from scheduler.policy import Limits
 from scheduler.recorder import Recorder, RecordingCore
 from scheduler.sequence import FinishReason
 from scheduler.waiting import Policy
+from tests.chairlift.gone import NobodyReads
 
 LOAD = Load(120, prompt="uniform:10,60", output="exponential:30", rate=12.0, max_tokens=200)
 LIMITS = Limits(window=1)
 
 
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a run in logical time, in which some gave up and some had deadlines."""
-    monkeypatch.setattr(recorder, "MAX_PENDING", 10**9)
-    writer = Recorder(tmp_path / "record", LIMITS, Batching.ITERATION)
+class KilledError(Exception):
+    """The scheduler is, in the midst of a load."""
+
+
+def recorded_run(path: Path, seconds: float = math.inf) -> Path:
+    """The first seconds of a run in logical time, in which some gave up and some had deadlines."""
+    writer = Recorder(path, LIMITS, Batching.ITERATION)
     core = RecordingCore(writer, LIMITS, cache_secret=b"x")
     loop = LogicalLoop(core, [Capacity(100, 16, 8, 64, 1 << 20, 2, 1 << 31)], Linear(10_000, 100))
-    loop.run(
-        replace(
-            arrival,
-            gives_up=arrival.time + 0.1 if index % 10 == 0 else None,
-            deadline=arrival.time + 1.0 if index % 10 == 1 else None,
-        )
-        for index, arrival in enumerate(LOAD)
-    )
+
+    def arrivals() -> Iterator[Arrival]:
+        for index, arrival in enumerate(LOAD):
+            if arrival.time > seconds:
+                raise KilledError
+            yield replace(
+                arrival,
+                gives_up=arrival.time + 0.1 if index % 10 == 0 else None,
+                deadline=arrival.time + 1.0 if index % 10 == 1 else None,
+            )
+
+    with contextlib.suppress(KilledError):
+        loop.run(arrivals())
     writer.close()
     return writer.path
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of the whole load."""
+    monkeypatch.setattr(recorder, "MAX_PENDING", 10**9)
+    return recorded_run(tmp_path / "record")
 
 
 def test_a_record_is_told_and_compared_under_other_settings(
@@ -67,6 +85,66 @@ def test_the_model_of_a_record_is_the_record_where_step_times_are_exact(record: 
     assert was.total_mean == pytest.approx(again.total_mean, rel=0.02)
     assert was.output_tokens == pytest.approx(again.output_tokens, rel=0.02)
     assert sum(seen.reason is FinishReason.ABORT for seen in report.seen) > 3
+
+
+def test_who_was_on_its_way_at_the_end_of_a_record_did_not_end_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_PENDING", 10**9)
+    report = replay_file(recorded_run(tmp_path / "record", seconds=4.0))
+    assert sum(seen.reason is None for seen in report.seen) > 5
+    assert any(seen.first_token is None for seen in report.seen)
+    was, again = recorded(report), modelled(report, fitted(report).prices, lambda limits: limits)
+    assert was.in_time == again.in_time
+    assert was.output_tokens == again.output_tokens
+    assert was.first_token_p99 == pytest.approx(again.first_token_p99, rel=1e-3)
+    assert was.total_mean == pytest.approx(again.total_mean, rel=1e-3)
+
+
+def test_who_failed_did_not_end_in_time_in_the_model_either(record: Path) -> None:
+    report = replay_file(record)
+    failed = next(seen for seen in report.seen if seen.reason is FinishReason.STOP)
+    failed.reason = FinishReason.ERROR
+    was, again = recorded(report), modelled(report, fitted(report).prices, lambda limits: limits)
+    assert was.in_time == again.in_time
+
+
+def test_a_recording_that_ended_early_is_not_taken_for_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = Recorder(tmp_path / "record", LIMITS, Batching.ITERATION)
+    core = RecordingCore(writer, LIMITS, cache_secret=b"x")
+    LogicalLoop(core, [Capacity(100, 16, 8, 64, 1 << 20, 2, 1 << 31)], Linear(10_000, 100))
+    writer.stop("the disk is slow")
+    writer.close()
+    assert replay.main([str(writer.path)]) == 0
+    assert "the recording ended here, before its scheduler did: the disk is slow" in capsys.readouterr().out
+
+
+def test_what_the_executor_did_not_have_is_not_modelled(
+    record: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag, most in (
+        ("--max-num-seqs", 8),
+        ("--max-num-batched-tokens", 64),
+        ("--num-blocks", 100),
+        ("--window", 2),
+    ):
+        assert replay.main([str(record), flag, str(most + 1)]) == 2
+        told = f"{flag} is {most + 1}, and the recorded executors take {most} at most"
+        assert told in capsys.readouterr().err
+    assert replay.main([str(record), "--num-blocks", "1"]) == 1
+    assert "under these settings every request is refused" in capsys.readouterr().err
+    assert replay.main([str(record), "--max-queued", "0", "--max-num-seqs", "8"]) == 0
+
+
+def test_a_reader_that_has_gone_is_no_fault_of_the_record(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", NobodyReads())
+    for command, argv in ((replay, [str(record)]), (calibrate, ["--record", str(record)])):
+        with pytest.raises(BrokenPipeError):
+            command.main(argv)
 
 
 def test_what_if_answers_what_it_is_asked(record: Path) -> None:

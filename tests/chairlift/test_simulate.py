@@ -5,6 +5,7 @@ import pytest
 
 from chairlift import capacity, simulate
 from chairlift.lab import pictures
+from tests.chairlift.gone import NobodyReads
 
 SMALL = ["--preset", "opt-13b-a100-40", "--prompt", "uniform:10,50", "--output", "20", "--requests", "20"]
 
@@ -55,6 +56,46 @@ def test_a_load_that_nobody_takes_is_no_success(quiet: list[str], capsys: pytest
     assert "nan" not in out
 
 
+def test_where_all_are_refused_there_is_a_picture_of_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["--preset", "opt-13b-a100-40", "--prompt", "5000", "--output", "5", "--requests", "3"]
+    picture = tmp_path / "out.png"
+    flags = ["--arrivals", "at-once", "--max-seq-len", "2048", "--png", str(picture)]
+    assert simulate.main([*args, *flags]) == 1
+    assert "refused every request" in capsys.readouterr().err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", ["simulate", "capacity"])
+def test_a_reader_that_has_gone_is_no_fault_of_the_load(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    monkeypatch.setattr("sys.stdout", NobodyReads())
+    args = ["--rate", "5"] if command == "simulate" else ["--first-token-p99", "0.05"]
+    with pytest.raises(BrokenPipeError):
+        {"simulate": simulate, "capacity": capacity}[command].main([*SMALL, *args, "--json", str(path)])
+    assert json.loads(path.read_text())  # what was found is not lost
+
+
+def test_two_plans_under_way_are_late_as_in_the_server(tmp_path: Path) -> None:
+    """A second plan that leaves as soon as it can makes newcomers wait for two steps."""
+    prices, path = tmp_path / "prices.json", tmp_path / "out.json"
+    prices.write_text('{"base_us": 12000, "per_token_us": 60}')
+    load = ["--prompt", "uniform:20,400", "--output", "uniform:20,200", "--rate", "2", "--requests", "100"]
+    args = ["--step-times", str(prices), "--num-blocks", "2048", "--max-num-batched-tokens", "256", *load]
+
+    def first_token_p50(*flags: str) -> float:
+        assert simulate.main([*args, *flags, "--json", str(path), "--quiet"]) == 0
+        return float(json.loads(path.read_text())[0]["first_token_p50"])
+
+    one, two, early = (first_token_p50(*flags) for flags in (
+        (), ("--window", "2"), ("--window", "2", "--no-late-plans")))  # fmt: skip
+    assert two == pytest.approx(one, rel=0.1)
+    assert early > 1.2 * two
+
+
 def test_a_trace_its_rhythm_and_prices_from_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +126,11 @@ def test_a_trace_its_rhythm_and_prices_from_a_file(
         ),
         ([*SMALL, "--rate", "1", "--max-num-seqs", "0"], "--max-num-seqs is 0: it must be at least 1"),
         ([*SMALL, "--rate", "1", "--executors", "1000"], "--executors is 1000: at most 64"),
+        (
+            [*SMALL, "--rate", "1", "--num-blocks", "99999999999"],
+            "--num-blocks is 99999999999: at most 16777216",
+        ),
+        ([*SMALL, "--rate", "1", "--png", "p.xyz"], "p.xyz is no picture by its name: "),
         ([*SMALL, "--rate", "1", "--arrivals", "at-once"], "come all at once have no rate"),
         ([*SMALL, "--rates", "1,2", "--arrivals", "at-once"], "come all at once have no rate"),
     ],
@@ -118,7 +164,7 @@ def test_without_matplotlib_pictures_are_refused_before_the_run(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(pictures.NoPicturesError):
-        pictures.check()
+        pictures.check(Path("out.png"))
     assert simulate.main([*SMALL, "--rate", "1", "--png", "out.png"]) == 2
     assert "pip install 'chairlift[plot]'" in capsys.readouterr().err
 
@@ -150,6 +196,12 @@ def test_the_executors_that_a_rate_needs(capsys: pytest.CaptureFixture[str]) -> 
         ([*SMALL, "--first-token-p50", "0"], 2, "--first-token-p50 is 0: seconds above 0 are wanted"),
         ([*SMALL, "--first-token-p50", "1", "--arrivals", "at-once"], 2, "at-once has no rate"),
         ([*SMALL, "--first-token-p50", "1e-6"], 1, "not even"),
+        (
+            [*SMALL, "--first-token-p50", "60"],
+            2,
+            "all 20 requests at once keep the limits: give more --requests",
+        ),
+        ([*SMALL, "--output", "1", "--between-tokens-p99", "1"], 1, "between_tokens_p99 is not known"),
         ([*SMALL, "--first-token-p50", "1", "--rate", "0"], 2, "the rate is 0"),
     ],
 )

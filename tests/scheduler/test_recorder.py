@@ -88,7 +88,9 @@ def test_when_writing_stands_still_the_recording_ends_and_the_core_goes_on(
     assert len(core.sequences) == 99
     may_go_on.set()
     recorder.close()
-    assert kinds(tmp_path / "r")[:3] == ["held", "attach", "submit"]  # whole, as far as it goes
+    told = kinds(tmp_path / "r")
+    assert told[:3] == ["held", "attach", "submit"]  # whole, as far as it goes
+    assert told[-1] == "ended"
 
 
 def test_when_writing_fails_the_recording_ends_and_the_core_goes_on(
@@ -113,7 +115,19 @@ def test_blocks_that_cut_stretches_end_the_recording(tmp_path: Path) -> None:
     core.attach("c", 1, replace(capacity(), block_size=6), 0.0)
     assert not recorder.is_on
     recorder.close()
-    assert kinds(tmp_path / "r") == ["attach", "attach"]
+    assert kinds(tmp_path / "r") == ["attach", "attach", "ended"]
+
+
+def test_what_cannot_be_encoded_ends_the_recording_and_the_record_says_so(tmp_path: Path) -> None:
+    def cannot(_: object) -> dict[str, object]:
+        raise module._EndedError("so it is")
+
+    recorder, core = begun(tmp_path / "r")
+    core.attach("e", 1, capacity(), 0.0)
+    recorder.put(cannot)
+    recorder.close()
+    assert not recorder.is_on
+    assert kinds(tmp_path / "r") == ["attach", "ended"]
 
 
 def test_without_any_executor_the_record_is_whole(tmp_path: Path) -> None:

@@ -43,6 +43,27 @@ def test_what_can_not_be_kept_is_told_with_what_was_missed() -> None:
         fewest_executors(lambda _: summary(0.5, refused=3), TARGETS, at_most=8)
 
 
+def test_what_no_rate_keeps_is_found_at_once() -> None:
+    tried: list[float] = []
+
+    def at(rate: float) -> Summary:
+        tried.append(rate)
+        return summary(2.0)
+
+    with pytest.raises(TargetsError):
+        highest_rate(at, TARGETS)
+    assert len(tried) == 2
+
+
+def test_a_limit_that_nobody_came_to_is_not_kept() -> None:
+    one_token_each = simulate(SETUP, Load(5, prompt="10", output="1", arrivals="at-once"))
+    targets = Targets(first_token_p99=1.0, between_tokens_p99=1.0)
+    missed = targets.missed(one_token_each)
+    assert missed == "between_tokens_p99 is not known: nobody had tokens enough"
+    with pytest.raises(TargetsError, match="between_tokens_p99 is not known"):
+        highest_rate(lambda _: one_token_each, targets)
+
+
 def test_where_nothing_is_too_much_that_is_said() -> None:
     found = highest_rate(lambda _: summary(0.0), TARGETS)
     assert found.missed is None

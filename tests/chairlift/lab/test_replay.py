@@ -20,7 +20,7 @@ from chairlift.lab.step_times import Linear
 from scheduler import recorder
 from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
-from scheduler.plan import Capacity, FinishedSequence, StepResult
+from scheduler.plan import BatchPlan, Capacity, FinishedSequence, StepResult
 from scheduler.policy import Admission, Limits
 from scheduler.record_events import line
 from scheduler.record_file import MAGIC, RecordError, Sealer, chunks
@@ -187,6 +187,33 @@ def test_an_executor_that_is_away_is_away_in_the_replay(records: _Records) -> No
     assert report.num_plans == 2
 
 
+def test_a_stream_that_came_back_is_told_before_the_answer_that_it_brought(records: _Records) -> None:
+    """How long a step took, and so when the next plan is late enough, is counted from there."""
+    core = recorded_core(records, Limits(window=2, late_plans=True))
+    state = core.executors["a"]
+    core.submit(request(1, [1, 2, 3], max_tokens=200), now=0.0)
+    for index in range(6):
+        step(core, "a", 0.1 * index)
+
+    def answer(plan: BatchPlan | None, now: float) -> None:
+        assert plan is not None
+        ids = [5] * sum(plan.num_samples)
+        answered = StepResult(plan.epoch, plan.step_id, plan.seq_ids, plan.num_samples, ids, total_us=100_000)
+        core.update("a", answered, now)
+
+    sent = core.schedule("a", 1.0)
+    state.clock.resumed(1.5)  # as the loop does; the answer is there while it sends again what was lost
+    answer(sent, 1.6)
+    now = 1.6
+    for _ in range(6):
+        plans = [core.schedule("a", now + after) for after in (0.0, 0.02, 0.04, 0.06, 0.08, 0.095)]
+        for plan in filter(None, plans):
+            now += 0.1
+            answer(plan, now)
+    (report,) = records.replay_all()
+    assert max(cost.seconds for cost in report.costs) < 0.2  # not the outage
+
+
 def test_a_key_that_was_forgotten_begins_anew(records: _Records) -> None:
     core = recorded_core(records)
     for now in (1.0, 2.0):
@@ -293,7 +320,9 @@ def test_an_event_that_makes_no_sense_is_refused_with_its_place(
 def test_a_header_of_another_format_or_none_is_refused(events: list[dict[str, Any]]) -> None:
     with pytest.raises(RecordError, match="the record has format 2; this is read: 1"):
         replay(chunks(io.BytesIO(sealed([events[0] | {"format": 2}]))))
-    for told in ([], [{"format": 1}], [events[0] | {"limits": {"policy": "luck"}}]):
+    with pytest.raises(RecordError, match="it holds nothing: its scheduler was killed before"):
+        replay(chunks(io.BytesIO(MAGIC), may_be_cut=True))
+    for told in ([{}], [{"format": 1}], [events[0] | {"limits": {"policy": "luck"}}]):
         with pytest.raises(RecordError, match="the header cannot be read"):
             replay(chunks(io.BytesIO(sealed(told))))
     for text in (b"[]\n", b"{\n"):

@@ -6,7 +6,7 @@ import pytest
 
 from chairlift.lab.loads import Load, fresh_prompt
 from chairlift.lab.loop import Arrival, Step
-from chairlift.lab.run import Setup, served, simulate
+from chairlift.lab.run import Setup, longest, served, simulate
 from chairlift.lab.schemes import SCHEMES
 from chairlift.lab.step_times import Linear
 from scheduler.policy import Admission, Limits
@@ -49,6 +49,18 @@ def test_who_has_reserved_is_never_preempted_and_prompts_are_whole(name: str) ->
     assert loop.core.counters.preemptions == 0
     chunks = [chunk for step in steps for chunk in step.plan.filled]
     assert len(chunks) == LOAD.num_requests
+
+
+@pytest.mark.parametrize("block_size", [16, 12])
+def test_the_longest_run_of_a_buddy_allocator_is_what_is_reserved(block_size: int) -> None:
+    setup = replace(SETUP, num_blocks=785, block_size=block_size, max_seq_len=1 << 20)
+    load = Load(4, prompt="100", output="100", arrivals="at-once")
+    for name in ("orca-max-buddy", "contiguous-buddy"):
+        assert simulate(setup, load, name).refused == 0
+    assert longest(setup, "orca-max-buddy") == 8192 // block_size * block_size
+    assert longest(setup, "orca-max") == 785 * block_size
+    too_long = Load(1, prompt="100", output="8092", arrivals="at-once")
+    assert simulate(setup, too_long, "contiguous-buddy").refused == (block_size == 12)
 
 
 def test_what_the_reservations_are() -> None:

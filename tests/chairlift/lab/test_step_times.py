@@ -103,6 +103,7 @@ def test_prices_come_from_a_file(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
         ("[]", "an object with base_us, per_token_us, per_row_us, per_context_token_us is wanted"),
         ('{"base_us": 1}', "'per_token_us' is missing"),
         ('{"base_us": 1, "per_token_us": 1, "speed": 2}', "'speed' is unknown"),
