@@ -89,7 +89,7 @@ def _rate(choice: Choice, targets: Targets, scheme: str) -> tuple[str, dict[str,
 
     def at(rate: float) -> Summary:
         tried = at_rate(choice, rate)
-        return _told(f"{rate:9.3f} requests/s", simulate(tried.setup, tried.load, scheme), targets)
+        return _told(f"{rate:9.4g} requests/s", simulate(tried.setup, tried.load, scheme), targets)
 
     found = highest_rate(at, targets)
     beyond = "" if found.missed is None else f"; at {found.missed_at:.3f}: {found.missed}"
