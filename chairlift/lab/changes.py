@@ -4,7 +4,7 @@ Must not know: what is done with them.
 """
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from chairlift.flag_numbers import not_negative, positive, whole
@@ -63,7 +63,7 @@ def change_of(options: argparse.Namespace) -> Callable[[Limits], Limits] | None:
     return (lambda limits: replace(limits, **changed)) if changed else None
 
 
-def check_fleet(options: argparse.Namespace, fleet: Iterable[Capacity]) -> None:
+def check_fleet(options: argparse.Namespace, fleet: list[Capacity]) -> None:
     """Raises ChangeError for a setting beyond what any executor of the record takes: nobody would heed it."""
     for name, ceiling in _CEILINGS.items():
         wanted = getattr(options, name)
