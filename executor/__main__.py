@@ -108,7 +108,7 @@ async def run() -> int:
     if is_device_busy:
         # Python would unwind the thread from inside of torch, which ends the process with an abort.
         sys.stdout.flush()
-        sys.stderr.flush()
+        log.flush()
         os._exit(code)
     return code
 

@@ -17,6 +17,7 @@ import uvloop
 from grpc_reflection.v1alpha import reflection
 
 from rpc import health as health_service
+from rpc import log
 from rpc.address import AddressError
 from rpc.channel import server_options
 from rpc.door import Admit, Door, admit_all
@@ -139,7 +140,8 @@ def main(prog: str, service: Callable[[], Coroutine[None, None, int]]) -> NoRetu
     try:
         code = uvloop.run(service())
     except (StartError, AddressError) as error:
-        print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201 - for people
+        if log.flush():  # else nobody reads, and it would wait for ever
+            print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201 - for people
         code = 2
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -191,7 +193,8 @@ def _stop_signals() -> Iterator[asyncio.Event]:
 
     def stop(number: signal.Signals) -> None:
         if stop_asked.is_set():
-            os._exit(128 + number)  # at once: no handler, no flush, no thread may hold it up
+            log.flush()
+            os._exit(128 + number)  # at once: no handler, no thread may hold it up
         stop_asked.set()
 
     numbers = (signal.SIGTERM, signal.SIGINT)

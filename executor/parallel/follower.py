@@ -15,6 +15,7 @@ import structlog
 
 from executor.parallel.errors import RankLostError
 from executor.parallel.place import Place
+from rpc import log
 from rpc.errors import StartError
 
 _log = structlog.get_logger()
@@ -45,4 +46,5 @@ def _end_with_first_rank(place: Place) -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
     shutil.rmtree(place.meeting_folder, ignore_errors=True)
+    log.flush()
     os._exit(0)

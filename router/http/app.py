@@ -363,7 +363,8 @@ class _Endpoint:
             _log.info("client_stalled", path=scope["path"], reason=error.message)
             exchange.hang_up()
         except RequestError as error:
-            _log.info("request_failed", code=error.code.name, field=error.field)
+            if error.code is not grpc.StatusCode.UNAUTHENTICATED:  # strangers are counted, not told of
+                _log.info("request_failed", code=error.code.name, field=error.field)
             await exchange.fail(error)
         except HttpError as error:
             _log.info("request_failed", status=error.status, code=error.code)

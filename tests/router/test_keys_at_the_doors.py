@@ -113,6 +113,15 @@ async def test_no_path_but_health_answers_without_a_key(doors: Doors, verb: str,
         assert (await doors.http.get(path_of_probes)).status_code == 200
 
 
+async def test_strangers_leave_no_line_in_the_log(doors: Doors, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (await doors.http.post("/v1/completions", json={})).status_code == 401
+    known = {"authorization": f"Bearer {RED}"}
+    assert (await doors.http.post("/v1/completions", json={}, headers=known)).status_code == 400
+    told = capsys.readouterr().out
+    assert told.count("request_failed") == 1
+    assert "UNAUTHENTICATED" not in told
+
+
 async def test_a_request_bears_its_tenant_and_what_it_may_share_is_its_tenants(doors: Doors) -> None:
     for index, name in enumerate((RED, BLUE)):
         asked = GenerateRequest(text="hi", request_id="same", priority=3, cache_salt="s")

@@ -17,11 +17,11 @@ from rpc.channel import connect
 class Greeter:
     """The process `python -m tests.rpc.greeter`, started, with its announced address."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, stderr: int = subprocess.PIPE) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.rpc.greeter", *flags],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
         )
         assert self.process.stdout is not None
         announced = self.process.stdout.readline().decode().strip()
@@ -39,7 +39,7 @@ class Greeter:
     def close(self) -> bytes:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-        return self.process.communicate()[1]
+        return self.process.communicate()[1] or b""
 
 
 StartGreeter = Callable[..., Greeter]
@@ -50,8 +50,8 @@ def greeter() -> Iterator[StartGreeter]:
     """Starts greeters with the flags given and ends them all."""
     started: list[Greeter] = []
 
-    def start(*flags: str) -> Greeter:
-        started.append(Greeter(*flags))
+    def start(*flags: str, stderr: int = subprocess.PIPE) -> Greeter:
+        started.append(Greeter(*flags, stderr=stderr))
         return started[-1]
 
     yield start

@@ -50,3 +50,45 @@ def test_a_traceback_never_shows_local_variables(fmt: str) -> None:
     assert "ValueError" in text
     assert "the secret prompt" not in text
     assert "unseen" not in text
+
+
+FULL = """
+import sys, structlog
+from rpc import log
+log.MAX_WAITING_CHARACTERS = 200_000  # more than a pipe holds
+log.FLUSH_SECONDS = 20.0
+log.configure("lift", fmt="json", level="info")
+for number in range(400):
+    structlog.get_logger().info("x" * 1000, number=number)
+print("logged", flush=True)
+sys.stdin.readline()
+assert log.flush()
+structlog.get_logger().info("again")
+"""
+
+
+def test_who_logs_waits_for_no_reader_and_the_log_tells_of_the_gap_when_it_goes_on() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FULL],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "logged\n"  # and nobody has read a line
+        lines = [json.loads(line) for line in process.communicate("\n")[1].splitlines()]
+        assert process.returncode == 0
+    gaps = [line["num_lines"] for line in lines if line["event"] == "log_lines_dropped"]
+    numbers = [line["number"] for line in lines if "number" in line]
+    assert numbers == sorted(set(numbers))
+    assert gaps
+    assert len(numbers) + sum(gaps) == 400
+    assert [line["event"] for line in lines[-2:]] == ["log_lines_dropped", "again"]
+
+
+def test_a_process_whose_log_nobody_reads_ends() -> None:
+    script = FULL.replace("assert log.flush()", "assert not log.flush()").replace("sys.stdin.readline()", "")
+    script = script.replace("FLUSH_SECONDS = 20.0", "FLUSH_SECONDS = 0.1")
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
+        assert process.wait(30) == 0

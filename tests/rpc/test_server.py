@@ -1,5 +1,7 @@
 import asyncio
+import contextlib
 import json
+import os
 import resource
 import signal
 import sys
@@ -219,6 +221,33 @@ async def test_b87_a_second_signal_ends_at_once(greeter: StartGreeter) -> None:
         server.terminate()
         assert await server.ended() == 128 + signal.SIGTERM
         assert (await running)[1] is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_reader_of_the_log_that_stands_still_stops_nothing(greeter: StartGreeter, times: int) -> None:
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writes, b"x" * 4096)
+    os.set_blocking(writes, True)
+    server = greeter("--grace-seconds", "600", stderr=writes)
+    try:
+        async with server.connect() as channel:
+            await until_serving(channel)
+            started = asyncio.Event()
+            running = asyncio.ensure_future(count(router_pb2_grpc.RouterStub(channel), 10, started))
+            await started.wait()
+            server.terminate()
+            await until_not_serving(channel)
+            if times == 2:
+                server.terminate()
+            code = grpc.StatusCode.OK if times == 1 else grpc.StatusCode.UNAVAILABLE
+            assert (await running)[1] is code
+        assert await server.ended() == (0 if times == 1 else 128 + signal.SIGTERM)
+    finally:
+        os.close(reads)
+        os.close(writes)
 
 
 @pytest.mark.parametrize("how", ["start", "start-together"])
