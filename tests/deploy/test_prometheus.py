@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.integration.prompts import sized
 from tests.rig import cluster
@@ -63,6 +64,17 @@ def test_the_rules_are_valid_and_do_what_they_say() -> None:
     for config in ("prometheus.yaml", "compose.yaml"):
         tool("check", "config", str(DEPLOY / "prometheus" / config))
     tool("test", "rules", str(DEPLOY / "prometheus" / "alerts_test.yaml"))
+
+
+def test_every_alert_fires_in_a_history_whose_series_have_the_labels_that_scrapes_give() -> None:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
+    histories = yaml.safe_load((DEPLOY / "prometheus" / "alerts_test.yaml").read_text())["tests"]
+    cases = [case for history in histories for case in history["alert_rule_test"]]
+    assert {case["alertname"] for case in cases if case.get("exp_alerts")} == alerts
+    for history in histories:
+        for given in history["input_series"]:
+            assert {"job", "instance"} <= set(re.findall(r'(\w+)="', given["series"])), given["series"]
 
 
 @promtool
