@@ -1,6 +1,9 @@
 """The file of tenants on disk: read at start, and again when it has changed, so that a key can be taken back.
 
-A change that cannot be used is logged and the keys of before stay. It must not know: transports, requests.
+A change that cannot be used is logged and the keys of before stay. What cannot be read now (a right is
+missing, no descriptor is left) is tried again with the next call: nobody knows yet what it takes back.
+
+It must not know: transports, requests.
 """
 
 import os
@@ -23,13 +26,14 @@ class Doorkeeper:
         self._path = Path(path) if path else None
         self._ring: KeyRing | None = None
         self._stamp = (0, 0, 0)
+        self._told: object = None
         if self._path is None:
             return
         self._stamp = self._present_stamp(self._path)
         try:
             self._ring = _read(self._path)
-        except ValueError as error:
-            raise StartError(f"--tenants is {path}: {error}") from error
+        except (OSError, ValueError) as error:
+            raise StartError(f"--tenants is {path}: {_sentence(error)}") from error
         if not self._ring:
             raise StartError(
                 f"--tenants is {path}: no table has keys, so nobody could enter; `chairlift key` makes one, "
@@ -42,14 +46,22 @@ class Doorkeeper:
             return ANYBODY
         stamp = self._present_stamp(self._path)
         if stamp != self._stamp:
-            self._stamp = stamp
-            try:
-                self._ring = _read(self._path)
-            except ValueError as error:
-                _log.warning("keys_kept", reason=str(error))
-            else:
-                _log.info("keys_read", num_keys=len(self._ring))
+            self._read_again(self._path, stamp)
         return self._ring.caller(authorization)
+
+    def _read_again(self, path: Path, stamp: tuple[int, int, int]) -> None:
+        try:
+            self._ring = _read(path)
+        except (OSError, ValueError) as error:
+            told = (stamp, _sentence(error))
+            if told != self._told:
+                _log.warning("keys_kept", reason=_sentence(error))
+            self._told = told
+            if isinstance(error, OSError):
+                return
+        else:
+            _log.info("keys_read", num_keys=len(self._ring))
+        self._stamp = stamp
 
     @staticmethod
     def _present_stamp(path: Path) -> tuple[int, int, int]:
@@ -61,8 +73,9 @@ class Doorkeeper:
 
 
 def _read(path: Path) -> KeyRing:
-    """Raises ValueError with a sentence."""
-    try:
-        return keys.parsed(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"it cannot be read: {error.strerror}") from error
+    """Raises OSError, or ValueError with a sentence."""
+    return keys.parsed(path.read_text(encoding="utf-8"))
+
+
+def _sentence(error: OSError | ValueError) -> str:
+    return f"it cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)

@@ -9,7 +9,8 @@ The rules, for every hop (docs/security.md):
   - A Unix socket is never wrapped: the kernel keeps strangers out.
 
 Files are looked at with each new connection. What cannot be used is logged and the present certificates stay:
-a rotation is not atomic, and half of it must not stop a service. It must not know: services, contracts.
+a rotation is not atomic, and half of it must not stop a service. What cannot be read now is tried again with
+the next connection. It must not know: services, contracts.
 """
 
 import argparse
@@ -56,6 +57,10 @@ class _Loaded:
     stamp: Stamp
 
 
+class _UnreadableError(StartError):
+    """A file whose contents nobody has seen: they may be good."""
+
+
 class Tls:
     """The certificates of one process, read and checked, and read again when their files change."""
 
@@ -70,6 +75,7 @@ class Tls:
         self._lock = threading.Lock()  # gRPC asks from threads of its own
         self._loaded = _load(files)
         self._refused: Stamp | None = None
+        self._told: object = None
 
     @property
     def server_name(self) -> str:
@@ -145,8 +151,11 @@ class Tls:
                 try:
                     self._loaded = _load(self._files)
                 except StartError as error:
-                    self._refused = stamp
-                    _log.warning("certificates_kept", reason=str(error))
+                    if not isinstance(error, _UnreadableError):
+                        self._refused = stamp
+                    if self._told != (stamp, str(error)):
+                        _log.warning("certificates_kept", reason=str(error))
+                    self._told = (stamp, str(error))
                 else:
                     _log.info("certificates_read")
             return self._loaded
@@ -264,7 +273,7 @@ def _read(flag: str, path: str) -> bytes | None:
     try:
         return Path(path).read_bytes() if path else None
     except OSError as error:
-        raise StartError(f"{flag} is {path}: {(error.strerror or str(error)).lower()}") from error
+        raise _UnreadableError(f"{flag} is {path}: {(error.strerror or str(error)).lower()}") from error
 
 
 def _context(files: TlsFiles, *, ca: bool) -> ssl.SSLContext:
@@ -282,12 +291,14 @@ def _context(files: TlsFiles, *, ca: bool) -> ssl.SSLContext:
             reason = f"it and the key in --tls-key ({files.key}) cannot be read as an unencrypted PEM pair"
         raise StartError(f"--tls-cert is {files.cert}: {reason}") from error
     except OSError as error:
-        raise StartError(f"--tls-cert is {files.cert}: {error.strerror}") from error
+        raise _UnreadableError(f"--tls-cert is {files.cert}: {error.strerror}") from error
     try:
         if files.ca and ca:
             context.load_verify_locations(files.ca)
-    except (ssl.SSLError, OSError) as error:
+    except ssl.SSLError as error:
         raise StartError(f"--tls-ca is {files.ca}: it holds no certificates in PEM form") from error
+    except OSError as error:
+        raise _UnreadableError(f"--tls-ca is {files.ca}: {error.strerror}") from error
     return context
 
 

@@ -5,6 +5,7 @@ import pytest
 from router.key_file import Doorkeeper
 from router.keys import ANYBODY, hashed
 from rpc.errors import RequestError, StartError
+from tests.rig import descriptors
 
 
 def test_without_a_file_everybody_may_enter() -> None:
@@ -47,3 +48,21 @@ def test_what_changes_in_the_file_holds_for_the_next_call(
     assert told.count("keys_kept") == 2
     assert told.count("keys_read") == 2
     assert "newer" not in told
+
+
+def test_a_file_that_cannot_be_read_now_is_read_as_soon_as_it_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(f"[a]\nkeys = ['{hashed('leaked')}']\n")
+    door = Doorkeeper(str(path))
+    path.write_text(f"[a]\nkeys = ['{hashed('fresh-one')}']\n[b]\n")
+    with descriptors.none_left():
+        assert door.caller("Bearer leaked").tenant == "a"
+        assert door.caller("Bearer leaked").tenant == "a"
+    with pytest.raises(RequestError):
+        door.caller("Bearer leaked")
+    assert door.caller("Bearer fresh-one").tenant == "a"
+    told = capsys.readouterr().out
+    assert told.count("Too many open files") == 1
+    assert told.count("keys_read") == 1

@@ -15,6 +15,7 @@ from rpc.address import Address
 from rpc.channel import Line, connect, connect_blocking
 from rpc.errors import StartError
 from rpc.tls import Tls, TlsFiles, explained
+from tests.rig import descriptors
 from tests.rig.certificates import Authority
 from tests.rig.tls_faults import HARMLESS, MAX_MESSAGE_BYTES, REFUSALS, serving
 
@@ -164,6 +165,21 @@ async def test_half_a_rotation_keeps_what_was_there(
         assert await ask(address, client) == ""
         pair.key.write_bytes(whole)
         assert await ask(address, client) == ""
+
+
+def test_files_that_cannot_be_read_now_are_read_as_soon_as_they_can(
+    ca: Authority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificates = Tls(ca.issue("server").files(ca.cert))
+    before = certificates.current()
+    ca.issue("server")
+    with descriptors.none_left():
+        assert certificates.current() is before
+        assert certificates.current() is before
+    assert certificates.current() is not before
+    told = capsys.readouterr().out
+    assert told.count("certificates_kept") == 1
+    assert told.count("certificates_read") == 1
 
 
 async def test_a_line_is_made_anew_when_its_files_have_changed(tmp_path: Path) -> None:
