@@ -1,22 +1,28 @@
 """The shell of the lease: looks, claims, beats; starts what leading means, and ends it when another leads.
 
-Decides nothing: `lease` does. File calls run in a thread, for a file system may hang.
+Decides nothing: `lease` does. File calls run in a thread, for a file system may hang. When one does, the next
+one waits, and nothing else: neither stepping down, nor draining, nor the end of the process.
 """
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import structlog
 
 from rpc.errors import StartError
-from scheduler.lease import Lease, Role
+from scheduler.lease import Lease, Record, Role
 from scheduler.lease_file import LeaseFile, LeaseFileError
 from scheduler.running_scheduler import RunningScheduler
 
 _log = structlog.get_logger()
 # A standby takes over at its next look, a quarter of a second away at most.
 HAND_OVER_SECONDS = 2.0
+T = TypeVar("T")
 
 
 class Leadership:
@@ -37,7 +43,8 @@ class Leadership:
         self._over = asyncio.Event()
         self._reason = ""
         self._is_leaving = False
-        self._uses_file = asyncio.Lock()
+        self._files = _FileThread()
+        self._is_out_of_reach = ""  # why, as the log was told
         scheduler.stand_by("standby: it has not looked yet who leads")
 
     async def run(self) -> None:
@@ -47,7 +54,8 @@ class Leadership:
                 await self._stand_by()
                 await self._lead_on()
         finally:
-            self._file.let_go()
+            self._files.submit(self._file.let_go)
+            self._files.end()
 
     def fenced(self, holder: str, term: int) -> None:
         """An executor says that another scheduler holds it."""
@@ -61,8 +69,7 @@ class Leadership:
         self._is_leaving = True
         if self._lease.role is Role.LEADING:
             self._lease.hand_over()
-            async with self._uses_file:
-                self._file.let_go()
+            self._files.submit(self._file.let_go)
             _log.info("lease_given_up", term=self._lease.term)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HAND_OVER_SECONDS):
@@ -75,27 +82,34 @@ class Leadership:
         lease = self._lease
         while not self._is_leaving:
             try:
-                record, is_free = await asyncio.to_thread(self._file.look)
+                record, is_free = await self._look()
                 claim = lease.look(record, self._scheduler.now(), is_free=is_free)
                 if claim is None:
                     if lease.leader:
                         self._scheduler.stand_by(f"standby: {lease.leader} leads")
-                    if is_free:
-                        self._file.let_go()
-                elif await asyncio.to_thread(self._file.claim, claim.record):
+                elif await self._files.done(self._file.claim, claim.record):
                     lease.claimed(claim)
+                    self._in_reach()
                     _log.info("leads", term=lease.term, usurped=claim.usurps)
                     return
                 else:
-                    self._file.let_go()
+                    await self._files.done(self._file.let_go)
             except LeaseFileError as error:
                 raise StartError(f"--lease: {error}") from error
             except OSError as error:
                 if not lease.has_seen:  # it was never there: a wrong path, no right to it
                     raise StartError(f"--lease: {error.strerror}: {error.filename}") from error
-                _log.warning("lease_out_of_reach", error=str(error))
+                self._out_of_reach(error)
+            else:
+                self._in_reach()
             await asyncio.sleep(lease.look_seconds)
         await asyncio.Event().wait()  # until the process ends: it wants nothing any more
+
+    async def _look(self) -> tuple[Record | None, bool]:
+        """What the file says, and whether it is free to be claimed: then it is locked from now on."""
+        if self._lease.may_claim(self._scheduler.now()):
+            return await self._files.done(self._file.look)
+        return await self._files.done(self._file.read), False
 
     # --- leading ------------------------------------------------------------------------------------------
 
@@ -103,46 +117,92 @@ class Leadership:
         self._over.clear()
         self._scheduler.lead()
         leading = asyncio.ensure_future(self._lead(self._lease.term))
-        leading.add_done_callback(lambda _: self._over.set())
+        beating = asyncio.ensure_future(self._beat_on())
+        for task in (leading, beating):
+            task.add_done_callback(lambda _: self._over.set())
         try:
-            while not self._over.is_set():
-                await self._beat()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._lease.beat_seconds):
-                        await self._over.wait()
-            if leading.done():
-                leading.result()
+            await self._over.wait()
+            for task in (leading, beating):
+                if task.done():
+                    task.result()
         finally:
             leading.cancel()
-            await asyncio.wait([leading])
-            self._file.let_go()
+            beating.cancel()
+            await asyncio.wait([leading, beating])
+            let_go = self._files.submit(self._file.let_go)
         _log.warning("stepped_down", term=self._lease.term, reason=self._reason)
+        await asyncio.wait([asyncio.wrap_future(let_go)], timeout=self._lease.look_seconds)
         self._scheduler.stand_by(f"standby: {self._reason}")
 
-    async def _beat(self) -> None:
-        async with self._uses_file:
+    async def _beat_on(self) -> None:
+        while True:
             await self._beat_or_see()
+            await asyncio.sleep(self._lease.beat_seconds)
 
     async def _beat_or_see(self) -> None:
         lease = self._lease
         try:
             if lease.role is Role.LEADING:
-                is_mine = await asyncio.to_thread(self._file.is_mine)
+                is_mine = await self._files.done(self._file.is_mine)
                 if lease.role is not Role.LEADING:
                     return
                 record = lease.beat(self._scheduler.now(), is_mine=is_mine)
                 if record is None:
                     self._end_leading("another scheduler has taken the lease")
                 else:
-                    await asyncio.to_thread(self._file.write, record)
+                    await self._files.done(self._file.write, record)
             elif lease.role is Role.LEAVING:
-                seen = await asyncio.to_thread(self._file.read)
+                seen = await self._files.done(self._file.read)
                 if lease.role is Role.LEAVING and lease.seen(seen, self._scheduler.now()):
                     assert seen is not None
                     self._end_leading(f"{seen.holder} leads at term {seen.term}")
+            self._in_reach()
         except (OSError, LeaseFileError) as error:  # it leads on: a standby that can read takes over
+            self._out_of_reach(error)
+
+    def _out_of_reach(self, error: Exception) -> None:
+        """Told once for each reason: it is looked at several times a second."""
+        if str(error) != self._is_out_of_reach:
             _log.warning("lease_out_of_reach", error=str(error))
+        self._is_out_of_reach = str(error)
+
+    def _in_reach(self) -> None:
+        if self._is_out_of_reach:
+            _log.info("lease_in_reach")
+        self._is_out_of_reach = ""
 
     def _end_leading(self, reason: str) -> None:
         self._reason = reason
         self._over.set()
+
+
+class _FileThread:
+    """Makes calls one after another, in a thread that the end of the process does not wait for."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="lease", daemon=True).start()
+
+    def submit(self, call: Callable[..., T], *arguments: object) -> Future[T]:
+        """Makes a call behind all those before it."""
+        future: Future[T] = Future()
+        self._calls.put((future, lambda: call(*arguments)))
+        return future
+
+    async def done(self, call: Callable[..., T], *arguments: object) -> T:
+        """What the call returns, or raises. Who is cancelled meanwhile leaves it to the thread."""
+        return await asyncio.wrap_future(self.submit(call, *arguments))
+
+    def end(self) -> None:
+        """The thread ends behind what it has been given."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (given := self._calls.get()) is not None:
+            future, call = given
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - handed on to who waits
+                future.set_exception(error)

@@ -77,6 +77,10 @@ class Lease:
         """Between two looks of one who stands by: how soon it sees that a leader has ended."""
         return min(self.lease_seconds / LOOKS_A_LEASE, MOST_SECONDS_BETWEEN_LOOKS)
 
+    def may_claim(self, now: float) -> bool:
+        """Whether it is not too soon after it has stepped down."""
+        return now >= self._not_before
+
     def look(self, record: Record | None, now: float, *, is_free: bool) -> Claim | None:
         """One who stands by has read the file (None: it is new); a claim when it should lead."""
         assert self.role is Role.STANDING_BY
@@ -84,7 +88,7 @@ class Lease:
             self._seen, self._seen_since = record, now
         if record is not None:
             self._highest_term = max(self._highest_term, record.term)
-        if now < self._not_before:
+        if not self.may_claim(now):
             return None
         if not is_free and now < self._seen_since + self.lease_seconds:
             return None

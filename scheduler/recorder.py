@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import structlog
 
@@ -106,6 +106,8 @@ class _Encoding:
 class Recorder:
     """Writes one record, in a thread of its own."""
 
+    close_seconds: ClassVar = 10.0
+
     def __init__(self, path: Path, limits: Limits, batching: Batching, *, scheduler_id: str = "") -> None:
         """A new file; one that is there is kept, and the new one numbered. Raises OSError."""
         self._file, self.path = _created(path)
@@ -152,9 +154,11 @@ class Recorder:
         _log.error("recording_stopped", file=str(self.path), reason=reason)
 
     def close(self) -> None:
-        """Writes what is left, and the end of the file."""
+        """Writes what is left, and the end of the file, unless that takes longer than `close_seconds`."""
         self._is_closing.set()
-        self._thread.join()
+        self._thread.join(self.close_seconds)
+        if self._thread.is_alive():
+            self.stop(f"it has not taken what was left within {self.close_seconds:g} seconds")
 
     # --- the thread --------------------------------------------------------------------------------------
 

@@ -5,6 +5,10 @@ The toy executor has terms as the contract wants them, so the old leader is stop
 
 import asyncio
 import contextlib
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -117,6 +121,113 @@ async def test_a_leader_whose_executor_is_held_at_a_higher_term_steps_down_and_n
         assert executor.holder == "new"
         assert LeaseFile(short_folder / "lease").look()[1], "the lease is free for whoever may lead"
         assert executor.num_opened == 2
+
+
+class HangingFile(LeaseFile):
+    """One on a volume that hangs while it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.is_well = threading.Event()
+        self.is_well.set()
+        self.num_waiting = 0
+
+    def is_mine(self) -> bool:
+        self.num_waiting += 1
+        self.is_well.wait()
+        self.num_waiting -= 1
+        return super().is_mine()
+
+
+@contextlib.asynccontextmanager
+async def leader_whose_volume_hangs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Shell, ObedientExecutor, HangingFile]]:
+    executor, files = ObedientExecutor(), list[HangingFile]()
+
+    def made(path: Path) -> HangingFile:
+        files.append(HangingFile(path))
+        return files[-1]
+
+    monkeypatch.setattr("tests.scheduler.shell.LeaseFile", made)
+    shell = Shell(folder, Limits(watermark=0.0), scheduler_id="old", lease_seconds=LEASE_SECONDS)
+    async with serving_executor(executor, shell.executor_address), shell:
+        await until(lambda: shell.scheduler.is_serving)
+        files[0].is_well.clear()
+        await until(lambda: files[0].num_waiting)
+        try:
+            yield shell, executor, files[0]
+        finally:
+            files[0].is_well.set()
+
+
+async def test_a_leader_that_is_fenced_steps_down_though_its_volume_hangs(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with leader_whose_volume_hangs(short_folder, monkeypatch) as (shell, _, file):
+        assert shell.leadership is not None
+        shell.leadership.fenced("new", 7)
+        await until(lambda: shell.scheduler.standing_by == "standby: new leads at term 7")
+        assert file.num_waiting, "it hangs still"
+
+
+async def test_a_leader_whose_volume_hangs_drains(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.leadership.HAND_OVER_SECONDS", 0.05)
+    async with leader_whose_volume_hangs(short_folder, monkeypatch) as (shell, _, file):
+        assert shell.leadership is not None
+        await asyncio.wait_for(shell.leadership.drained(), 20)
+        assert not shell.scheduler.is_serving
+        assert file.num_waiting, "it hangs still"
+
+
+HANGING = """
+import sys, threading
+from scheduler.__main__ import main
+from scheduler.lease_file import LeaseFile
+def hang(self):
+    print("hangs", flush=True)
+    threading.Event().wait()
+LeaseFile.look = hang
+main()
+"""
+
+
+def test_a_scheduler_whose_volume_hangs_ends(short_folder: Path) -> None:
+    flags = ("--executor", f"unix:{short_folder}/e", "--listen", f"unix:{short_folder}/s")
+    lease = ("--lease", f"{short_folder}/lease", "--scheduler-id", "a")
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING, *flags, *lease], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert "hangs\n" in iter(process.stdout.readline, "")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+async def test_an_outage_of_the_volume_is_told_once_and_its_end_too(
+    short_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(short_folder) as (_, second, _):
+        await until(lambda: second.scheduler.standing_by == "standby: first leads")
+        looks, is_away = 0, True
+        look = LeaseFile.look
+
+        def counted(self: LeaseFile) -> object:
+            nonlocal looks
+            looks += 1
+            if is_away:
+                raise OSError(28, "No space left on device")
+            return look(self)
+
+        monkeypatch.setattr(LeaseFile, "look", counted)
+        await until(lambda: looks > 4)
+        is_away = False
+        await until(lambda: looks > 8)
+    told = capsys.readouterr().out
+    assert told.count("lease_out_of_reach") == 1
+    assert told.count("lease_in_reach") == 1
 
 
 async def test_a_leader_that_was_usurped_finds_it_out_by_itself(short_folder: Path) -> None:

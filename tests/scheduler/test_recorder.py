@@ -93,6 +93,17 @@ def test_when_writing_stands_still_the_recording_ends_and_the_core_goes_on(
     assert told[-1] == "ended"
 
 
+def test_a_file_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "close_seconds", 0.05)
+    hangs = threading.Event()
+    monkeypatch.setattr(Recorder, "_write_pending", lambda *_: hangs.wait())
+    recorder, _ = begun(tmp_path / "record")
+    recorder.close()
+    assert not recorder.is_on
+    hangs.set()
+    recorder._thread.join()
+
+
 def test_when_writing_fails_the_recording_ends_and_the_core_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
