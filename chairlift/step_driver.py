@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
+from urllib.parse import unquote
 
 import grpc
 
@@ -44,7 +45,7 @@ def ended_by(error: grpc.aio.AioRpcError) -> Ended:
     return Ended(
         error.code(),
         error.details() or "",
-        named.get("chairlift-scheduler-id", ""),
+        unquote(named.get("chairlift-scheduler-id", "")),
         named.get("chairlift-term", ""),
     )
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeVar
+from urllib.parse import quote
 
 import grpc
 import structlog
@@ -26,12 +27,14 @@ from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Supers
 from executor.traces import StepTraces
 from protos.v1 import executor_pb2, executor_pb2_grpc
 from rpc import server as rpc_server
-from rpc.errors import RequestError, StartError, abort
+from rpc.errors import RequestError, StartError, abort, shortened
 from rpc.health import Health
 from rpc.settings import ServiceSettings
 
 SERVICE_NAME: Final = "chairlift.v1.Executor"
 
+# Metadata are printable ASCII, and a scheduler is named as somebody liked: the rest is percent-encoded.
+_AS_IT_IS: Final = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
 _log = structlog.get_logger()
 
 T = TypeVar("T")
@@ -337,10 +340,11 @@ async def _end_with(context: Context, reason: Exception) -> NoReturn:
     """End a call with the status the protocol gives for `reason`."""
     trailers: tuple[tuple[str, str], ...] = ()
     if isinstance(reason, Held):
-        trailers = (("chairlift-scheduler-id", reason.scheduler_id), ("chairlift-term", str(reason.term)))
+        holder = quote(shortened(reason.scheduler_id), safe=_AS_IT_IS)
+        trailers = (("chairlift-scheduler-id", holder), ("chairlift-term", str(reason.term)))
     elif isinstance(reason, _Leaving):
         trailers = (("chairlift-leaving", "1"),)
-    await context.abort(_STATUS[type(reason)], str(reason), trailers)
+    await context.abort(_STATUS[type(reason)], shortened(str(reason)), trailers)
 
 
 # --- the process ----------------------------------------------------------------------------------

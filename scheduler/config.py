@@ -163,6 +163,13 @@ class SchedulerSettings(ServiceSettings):
             raise ValueError(str(error)) from error
         return value
 
+    @field_validator("scheduler_id")
+    @classmethod
+    def _printable_id(cls, value: str) -> str:
+        if not value.isprintable():
+            raise ValueError("it must consist of printable characters")
+        return value
+
     @field_validator("tenants")
     @classmethod
     def _tenants_file(cls, value: str) -> str:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import structlog
@@ -149,7 +150,7 @@ def _meaning(error: grpc.aio.AioRpcError, tls: Tls | None) -> Exception:
     trailers: dict[str, Any] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]  # pairs
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         holder, term = trailers.get("chairlift-scheduler-id", ""), trailers.get("chairlift-term", "")
-        return HeldError(text, holder, int(term) if term.isdecimal() else 0)
+        return HeldError(text, unquote(holder), int(term) if term.isdecimal() else 0)
     if error.code() in {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DATA_LOSS}:
         return EpochLostError(text)
     if "chairlift-leaving" in trailers:

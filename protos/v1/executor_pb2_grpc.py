@@ -53,7 +53,8 @@ class ExecutorServicer:
 
     def Open(self, request, context):
         """Takes the executor over: drops all sequence state and begins a fresh epoch. PERMISSION_DENIED when
-        another scheduler holds it; the trailing metadata `chairlift-scheduler-id` and `chairlift-term` name it.
+        another scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not
+        printable ASCII) and `chairlift-term` name it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

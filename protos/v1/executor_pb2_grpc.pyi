@@ -41,7 +41,8 @@ class ExecutorStub:
     def __new__(cls, channel: _aio.Channel) -> ExecutorAsyncStub: ...
     Open: _grpc.UnaryUnaryMultiCallable[_executor_pb2.OpenRequest, _executor_pb2.OpenResponse]
     """Takes the executor over: drops all sequence state and begins a fresh epoch. PERMISSION_DENIED when
-    another scheduler holds it; the trailing metadata `chairlift-scheduler-id` and `chairlift-term` name it.
+    another scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not
+    printable ASCII) and `chairlift-term` name it.
     """
     Execute: _grpc.StreamStreamMultiCallable[_executor_pb2.BatchPlan, _executor_pb2.StepResult]
     """One result for each plan, in order, at most `max_window` plans unanswered. The newest stream of an epoch
@@ -59,7 +60,8 @@ class ExecutorAsyncStub(ExecutorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Open: _aio.UnaryUnaryMultiCallable[_executor_pb2.OpenRequest, _executor_pb2.OpenResponse]  # type: ignore[assignment]
     """Takes the executor over: drops all sequence state and begins a fresh epoch. PERMISSION_DENIED when
-    another scheduler holds it; the trailing metadata `chairlift-scheduler-id` and `chairlift-term` name it.
+    another scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not
+    printable ASCII) and `chairlift-term` name it.
     """
     Execute: _aio.StreamStreamMultiCallable[_executor_pb2.BatchPlan, _executor_pb2.StepResult]  # type: ignore[assignment]
     """One result for each plan, in order, at most `max_window` plans unanswered. The newest stream of an epoch
@@ -80,7 +82,8 @@ class ExecutorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.OpenResponse, _abc.Awaitable[_executor_pb2.OpenResponse]]:
         """Takes the executor over: drops all sequence state and begins a fresh epoch. PERMISSION_DENIED when
-        another scheduler holds it; the trailing metadata `chairlift-scheduler-id` and `chairlift-term` name it.
+        another scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not
+        printable ASCII) and `chairlift-term` name it.
         """
 
     @_abc_1.abstractmethod

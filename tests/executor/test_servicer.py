@@ -132,6 +132,16 @@ async def test_b93_open_and_other_calls_answer_while_a_step_runs(bench: Bench) -
         await stream.result()
 
 
+@pytest.mark.parametrize("holder", ["node-0/unix:/a b", "zürich-1", "tab\tline\nend", "100 %41", "é" * 5000])
+async def test_whatever_a_holder_is_called_a_refusal_names_it(bench: Bench, holder: str) -> None:
+    await bench.driver.open(holder, term=7)
+    refusal = await bench.driver.open_refused("other", term=6)
+    assert refusal.code is grpc.StatusCode.PERMISSION_DENIED
+    assert refusal.held_by.removesuffix(" …") == holder[: len(refusal.held_by.removesuffix(" …"))] != ""
+    assert len(holder) > 100 or refusal.held_by == holder
+    assert refusal.held_at == "7"
+
+
 async def test_a_duplicate_of_a_running_plan_is_answered_when_it_ends_and_not_run_again(bench: Bench) -> None:
     bench.runner.is_gated = True
     epoch = await bench.driver.open("a")

@@ -9,6 +9,7 @@ import random
 import sys
 import zlib
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -149,7 +150,7 @@ class ToyExecutor(executor_pb2_grpc.ExecutorServicer):
     async def abort(self, context: Any, status: grpc.StatusCode) -> None:
         if status is grpc.StatusCode.PERMISSION_DENIED:
             context.set_trailing_metadata(
-                (("chairlift-scheduler-id", self.holder), ("chairlift-term", str(self.term)))
+                (("chairlift-scheduler-id", quote(self.holder)), ("chairlift-term", str(self.term)))
             )
         await context.abort(status, f"toy executor: {status.name}, held by {self.holder} at {self.term}")
 

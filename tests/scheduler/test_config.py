@@ -57,6 +57,7 @@ def test_executors_are_addresses() -> None:
         (["--admission", "sometimes"], "--admission is .?sometimes"),
         (["--aging-seconds", "0"], "--aging-seconds"),
         (["--reattach-seconds", "-1"], "at least 0"),
+        (["--scheduler-id", "a\tb"], "--scheduler-id is a\tb: it must consist of printable characters"),
     ],
 )
 def test_b38_what_cannot_be_is_told_with_flag_value_and_limit(flags: list[str], sentence: str) -> None:

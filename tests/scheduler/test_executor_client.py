@@ -96,6 +96,14 @@ async def test_a_refused_open_is_raised_as_what_it_means(
             await client.open("me")
 
 
+async def test_who_holds_it_is_told_by_the_name_it_has(address: str, client: ExecutorClient) -> None:
+    async with serving_executor(ObedientExecutor(), address):
+        await client.open("zürich 1", 7)
+        with pytest.raises(HeldError) as held:
+            await client.open("me", 6)
+    assert (held.value.holder, held.value.term) == ("zürich 1", 7)
+
+
 async def test_nobody_there_is_unreachable(client: ExecutorClient) -> None:
     with pytest.raises(ExecutorUnreachableError, match="nobody answers"):
         await client.open("me")
