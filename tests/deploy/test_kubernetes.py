@@ -85,6 +85,12 @@ def test_each_service_takes_its_flags_and_variables(
     assert settings.demands_certificates == (overlay == "tls")
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_service_of_the_namespace_puts_variables_into_a_pod(overlay: str) -> None:
+    """One named `chairlift` would: CHAIRLIFT_PORT, which settings refuse."""
+    assert all(pod["enableServiceLinks"] is False for pod in workloads(rendered(overlay)).values())
+
+
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_probes_ask_the_health_names_there_are_at_a_port_that_is_open(overlay: str, tier: str) -> None:
