@@ -12,13 +12,15 @@ Plain HTTP, without keys: the port is for the operator's network. It must not kn
 
 import asyncio
 import contextlib
+import errno
 import http.server
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -192,12 +194,22 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """Answers each scraper in a thread of its own, on a socket that listens already."""
 
     daemon_threads = True
+    full_seconds: ClassVar = 0.5
 
     def __init__(self, taken: socket.socket, registry: CollectorRegistry) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = taken
         self.registry = registry
+
+    def get_request(self) -> Any:
+        """One scraper more. Without a descriptor for it the loop around this would ask again at once."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE}:
+                time.sleep(self.full_seconds)
+            raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A scraper that breaks off is nobody's fault."""

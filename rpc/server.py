@@ -16,8 +16,8 @@ import structlog
 import uvloop
 from grpc_reflection.v1alpha import reflection
 
+from rpc import descriptors, log
 from rpc import health as health_service
-from rpc import log
 from rpc.address import AddressError
 from rpc.channel import server_options
 from rpc.door import Admit, Door, admit_all
@@ -83,6 +83,7 @@ async def serve(
     Raises:
         StartError: the address cannot be had, or `run` found that the service cannot start.
     """
+    descriptors.raise_limit()
     door = Door(admit)
     server = grpc.aio.server(
         interceptors=[door],
@@ -103,6 +104,7 @@ async def serve(
     ]
     with _stop_signals() as stop_asked:
         work = None
+        watching = asyncio.create_task(descriptors.watch())
         try:
             await server.start()
             for address in addresses:
@@ -122,6 +124,7 @@ async def serve(
             if failure is None:
                 await _drain(server, drain, settings.grace_seconds)
         finally:
+            watching.cancel()
             await asyncio.gather(server.stop(0), *(side_door.stop() for side_door in side_doors))
             if work is not None:
                 work.cancel()

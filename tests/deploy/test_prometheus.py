@@ -22,7 +22,13 @@ from tests.rig.scrape import get, parsed
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES, DASHBOARD = DEPLOY / "prometheus" / "alerts.yaml", DEPLOY / "grafana" / "chairlift.json"
 SERVICES = ("router", "scheduler", "executor")
-OF_PROMETHEUS = {"up", "process_cpu_seconds_total", "process_resident_memory_bytes"}
+OF_PROMETHEUS = {
+    "up",
+    "process_cpu_seconds_total",
+    "process_resident_memory_bytes",
+    "process_open_fds",
+    "process_max_fds",
+}
 promtool = pytest.mark.skipif(
     shutil.which("promtool") is None or shutil.which("prometheus") is None,
     reason="promtool and prometheus are not installed (Debian: apt-get install prometheus)",

@@ -1,6 +1,7 @@
 """A process without a free descriptor, for a while."""
 
 import contextlib
+import os
 import resource
 from collections.abc import Iterator
 
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 def none_left() -> Iterator[None]:
     """Nothing can be opened; what is open stays so."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    next_one = os.open("/", os.O_RDONLY)
+    os.close(next_one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, hard))
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from rpc import metrics
 from rpc.errors import StartError
 from rpc.histogram import Histogram
 from rpc.metrics import MetricsDoor, Source, counters, gauge, histogram
+from tests.rig import descriptors
 from tests.rig.scrape import get, parsed, scrape
 
 
@@ -91,3 +92,27 @@ async def test_a_scraper_that_says_nothing_holds_up_nobody(tmp_path: Path) -> No
 def test_the_reader_of_these_tests_sees_faults() -> None:
     with pytest.raises(AssertionError, match="negative"):
         parsed("# TYPE chairlift_x gauge\nchairlift_x -1\n")
+
+
+async def test_a_scraper_for_whom_no_descriptor_is_left_costs_nothing_and_is_answered_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tries = 0
+    get_request = metrics._Server.get_request
+
+    def counted(server: metrics._Server) -> object:
+        nonlocal num_tries
+        num_tries += 1
+        return get_request(server)
+
+    monkeypatch.setattr(metrics._Server, "get_request", counted)
+    monkeypatch.setattr(metrics._Server, "full_seconds", 0.1)
+    async with opened(f"unix:{tmp_path}/m.sock", families):
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as scraper:
+            with descriptors.none_left():
+                scraper.connect(f"{tmp_path}/m.sock")
+                scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+                await asyncio.sleep(0.3)
+            assert 1 <= num_tries <= 4
+            scraper.settimeout(20)
+            assert (await asyncio.to_thread(scraper.recv, 64)).startswith(b"HTTP/1.0 200")
