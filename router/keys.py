@@ -1,7 +1,8 @@
 """API keys: who a caller is, and what it may ask.
 
 A key is random and long, so its SHA-256 alone is kept: the file of tenants tells nobody a key. Each table of
-the file is a tenant; `keys`, `best_priority` and `admin` are read here, the rest is the scheduler's.
+the file is a tenant; `keys`, `best_priority` and `admin` are read here, the rest is the scheduler's, and is
+checked here too.
 
     [acme]
     keys = ["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
@@ -28,7 +29,8 @@ MAX_TENANT_CHARACTERS: Final = 128
 DEFAULT_BEST_PRIORITY: Final = 0
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _SCHEME: Final = "bearer "
-# The scheduler's part of a table, checked there.
+# The scheduler's part of a table. It reads that at its start alone, so what is wrong there is refused here, when
+# it is written, and not found out at a failover.
 _LIMITS: Final = frozenset(
     {
         "weight",
@@ -101,6 +103,7 @@ def parsed(text: str) -> KeyRing:
             raise ValueError(
                 f"[{name}] has {key}, which is none of: keys, best_priority, admin, {_LIMITS_TOLD}"
             )
+        _check_limits(name, table)
         if not (name.isprintable() and 1 <= len(name) <= MAX_TENANT_CHARACTERS):
             raise ValueError(
                 f"a tenant's name has 1 to {MAX_TENANT_CHARACTERS} printable characters: {name!r}"
@@ -146,6 +149,16 @@ def asked_of(caller: Caller, tenant: str) -> str:
 def _shelf(key_hash: str) -> str:
     """Where a hash stands among many."""
     return key_hash[: len("sha256:") + 4]
+
+
+def _check_limits(name: str, table: dict[str, Any]) -> None:
+    """Refuses what the scheduler would not start with."""
+    for key in sorted(table.keys() & _LIMITS):
+        value = table[key]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"[{name}] {key} is {value!r}: it must be a number")  # noqa: TRY004  (one kind of error)
+        if not value > 0:
+            raise ValueError(f"[{name}] {key} is {value}: it must be more than 0")
 
 
 def _best_priority(name: str, table: dict[str, Any]) -> int:

@@ -1,6 +1,9 @@
 """The rules of API keys, without files or calls."""
 
 import secrets
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,6 +13,8 @@ from hypothesis import strategies as st
 from router import keys
 from router.keys import ANYBODY, Caller, hashed, parsed
 from rpc.errors import RequestError
+from scheduler.config import read_tenants
+from scheduler.tenants import TenantLimits
 
 KEY, OTHER = "chairlift-one", "chairlift-two"
 FILE = f"""
@@ -90,6 +95,27 @@ def test_a_file_that_is_wrong_is_refused_by_the_name_of_what_is_wrong(text: str,
     with pytest.raises(ValueError, match=says) as raised:
         parsed(text)
     assert "secret-itself" not in str(raised.value)
+
+
+VALUES = ["1", "0.5", "0", "-1", "inf", "nan", "-inf", "true", "'many'", "[1]", "{a = 1}", "2026-01-01"]
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("limit", [field.name for field in fields(TenantLimits)])
+def test_limits_are_judged_as_the_scheduler_judges_them(tmp_path: Path, limit: str, value: str) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(f"[acme]\nkeys = ['{hashed('k')}']\n{limit} = {value}\n")
+
+    def told(read: Callable[[], object]) -> str:
+        try:
+            read()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    refusal = told(lambda: read_tenants(str(path)))
+    assert told(lambda: parsed(path.read_text())) == refusal
+    assert bool(refusal) == (value not in {"1", "0.5", "inf"})
 
 
 def test_a_priority_better_than_the_key_allows_is_denied() -> None:
