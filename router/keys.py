@@ -29,8 +29,8 @@ MAX_TENANT_CHARACTERS: Final = 128
 DEFAULT_BEST_PRIORITY: Final = 0
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _SCHEME: Final = "bearer "
-# The scheduler's part of a table. It reads that at its start alone, so what is wrong there is refused here, when
-# it is written, and not found out at a failover.
+# The scheduler's part of a table. It reads that at its start alone: what is wrong is refused here, when it is
+# written, and not found out at a failover.
 _LIMITS: Final = frozenset(
     {
         "weight",

@@ -80,9 +80,45 @@ def test_each_service_takes_its_flags_and_variables(
         monkeypatch.setenv(variable["name"], variable.get("value", f"{tier}-0"))
     settings = load(TIERS[tier], container["args"], prog=tier)
     ports = {port["containerPort"] for port in container["ports"]}
-    doors = [settings.listen, *filter(None, [getattr(settings, "http", "")])]
+    doors = [settings.listen, settings.metrics_listen, *filter(None, [getattr(settings, "http", "")])]
     assert {int(door.rpartition(":")[2]) for door in doors} == ports
     assert settings.demands_certificates == (overlay == "tls")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_policies_let_who_calls_a_tier_to_its_doors_and_one_namespace_to_the_metrics(tier: str) -> None:
+    (container,) = workloads(rendered("base"))[tier]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    (policy,) = [
+        one["spec"]
+        for one in rendered("base")
+        if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", tier)
+    ]
+    assert policy["podSelector"] == {"matchLabels": {"app.kubernetes.io/component": tier}}
+    doors, metrics = policy["ingress"]
+    assert {port["port"] for port in metrics["ports"]} == {ports.pop("metrics")}
+    assert [list(who) for who in metrics["from"]] == [["namespaceSelector"]]
+    assert {port["port"] for port in doors["ports"]} == set(ports.values())
+    caller = {"scheduler": "router", "executor": "scheduler"}.get(tier)
+    labels = [
+        who["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for who in doors.get("from", [])
+    ]
+    assert labels == ([] if caller is None else [caller])
+
+
+def test_the_scrape_config_finds_each_tier_by_the_labels_and_the_port_that_pods_have() -> None:
+    config = yaml.safe_load((FOLDER.parent / "prometheus" / "kubernetes.yaml").read_text())
+    (job,) = config["scrape_configs"]
+    kept, named, _ = job["relabel_configs"]
+    part_of, port = kept["regex"].split(";")
+    (pairs,) = yaml.safe_load((FOLDER / "base" / "kustomization.yaml").read_text())["labels"]
+    assert (pairs["pairs"], pairs["includeTemplates"]) == ({"app.kubernetes.io/part-of": part_of}, True)
+    for manifest in rendered("base"):
+        if manifest["kind"] in {"Deployment", "StatefulSet"}:
+            tier, template = manifest["metadata"]["name"], manifest["spec"]["template"]
+            component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+            assert named["replacement"].replace("$1", component) == f"chairlift-{tier}"
+            assert port in {one["name"] for one in template["spec"]["containers"][0]["ports"]}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -84,6 +84,17 @@ def test_every_alert_fires_in_a_history_whose_series_have_the_labels_that_scrape
 
 
 @promtool
+def test_the_scrape_config_for_kubernetes_is_valid_but_for_the_discovery_that_debian_leaves_out(
+    tmp_path: Path,
+) -> None:
+    config, discovery = (DEPLOY / "prometheus" / "kubernetes.yaml").read_text(), "kubernetes_sd_configs:"
+    assert config.count(discovery) == 1
+    static = config.replace(f"{discovery} [{{role: pod}}]", "static_configs: [{targets: [pod]}]")
+    (tmp_path / "kubernetes.yaml").write_text(static.replace("alerts.yaml", str(RULES)))
+    tool("check", "config", str(tmp_path / "kubernetes.yaml"))
+
+
+@promtool
 def test_what_processes_tell_is_as_prometheus_wants_it(running: tuple[Cluster, dict[str, str]]) -> None:
     for address in running[1].values():
         status, text = get(address)
