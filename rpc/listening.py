@@ -133,5 +133,5 @@ def _reason(error: OSError | RuntimeError) -> str:
     if not isinstance(error, OSError):
         return str(error)
     if error.errno == errno.EADDRINUSE and error.strerror == os.strerror(errno.EADDRINUSE):
-        return "the port is in use by another process"
+        return "the port is in use by another process, or another door of this one"
     return (error.strerror or str(error))[:1].lower() + (error.strerror or str(error))[1:]

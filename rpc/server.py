@@ -59,7 +59,7 @@ async def serve(
     admit: Admit = admit_all,
     max_received_bytes: int | None = None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code.
+    """Serves until SIGTERM, SIGINT or SIGHUP; returns the exit code.
 
     Args:
         settings: where to listen, limits, grace.
@@ -76,7 +76,8 @@ async def serve(
         max_received_bytes: the largest message taken, where that is less than what the setting says.
         metrics: what the service tells of itself at `--metrics-listen`, beside what every process does.
 
-    A second signal ends the process at once. Each bound address is announced on stdout as one line,
+    SIGHUP drains too: there is nothing to reload, and a terminal that closes ends what runs in it. A second
+    SIGTERM or SIGINT ends the process at once. Each bound address is announced on stdout as one line,
     `listening on ADDRESS`, in the order of the setting, and that of each side door as another, `NAME on
     ADDRESS`.
 
@@ -108,12 +109,12 @@ async def serve(
         try:
             await server.start()
             for address in addresses:
-                print(f"listening on {address}", flush=True)  # noqa: T201 - the announcement that scripts wait for
+                _announce(f"listening on {address}")
                 secured = certificates is not None and address.unix_path is None
                 _log.info("listening", address=str(address), tls=secured)
             for side_door in side_doors:
                 where = await side_door.open()
-                print(f"{side_door.name} on {where}", flush=True)  # noqa: T201 - likewise
+                _announce(f"{side_door.name} on {where}")
                 _log.info("listening", door=side_door.name, address=where)
             work = asyncio.ensure_future(run()) if run is not None else None
             failure = await _failure_before(stop_asked, work)
@@ -140,6 +141,8 @@ async def serve(
 
 def main(prog: str, service: Callable[[], Coroutine[None, None, int]]) -> NoReturn:
     """Runs a service to its end. What keeps it from starting is one line on stderr and exit code 2."""
+    # Until `serve` drains at this signal. Process 1 of a container would not even hear of it.
+    signal.signal(signal.SIGTERM, _end_at_once)
     try:
         code = uvloop.run(service())
     except (StartError, AddressError) as error:
@@ -149,6 +152,21 @@ def main(prog: str, service: Callable[[], Coroutine[None, None, int]]) -> NoRetu
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     sys.exit(code)
+
+
+def _announce(line: str) -> None:
+    """A line on stdout, for scripts that wait for it. One that has heard enough may have closed it."""
+    try:
+        print(line, flush=True)  # noqa: T201 - see above
+    except BrokenPipeError:
+        # What it could not write, Python would try to at the end, and fail.
+        with open(os.devnull, "wb") as nobody:  # noqa: PTH123 - it is no path
+            os.dup2(nobody.fileno(), sys.stdout.fileno())
+
+
+def _end_at_once(number: int, _frame: object = None) -> NoReturn:
+    log.flush()
+    os._exit(128 + number)  # no handler, no thread may hold it up
 
 
 async def _failure_before(
@@ -190,17 +208,21 @@ async def _drain(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[asyncio.Event]:
-    """An event that the first SIGTERM or SIGINT sets; the second one ends the process."""
+    """An event that the first of the signals sets; a second SIGTERM or SIGINT ends the process.
+
+    A second SIGHUP does not: a terminal that closes may send two. Who ignores them (`nohup`) goes on to.
+    """
     loop = asyncio.get_running_loop()
     stop_asked = asyncio.Event()
 
     def stop(number: signal.Signals) -> None:
-        if stop_asked.is_set():
-            log.flush()
-            os._exit(128 + number)  # at once: no handler, no thread may hold it up
+        if stop_asked.is_set() and number is not signal.SIGHUP:
+            _end_at_once(number)
         stop_asked.set()
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, stop, number)
     try:

@@ -150,7 +150,8 @@ def _as_typed(names: str) -> str:
 
 def _refuse_unknown_variables(settings_class: type[BaseSettings], environ: Mapping[str, str]) -> None:
     known = OTHER_VARIABLES | {PREFIX + name.upper() for name in settings_class.model_fields}
-    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    # In any case: pydantic takes chairlift_max_queued too, and would pass over chairlift_max_quued.
+    unknown = sorted(name for name in environ if name.upper().startswith(PREFIX) and name not in known)
     if unknown:
         raise StartError(f"the environment variable {unknown[0]} is none of: {', '.join(sorted(known))}")
 

@@ -23,8 +23,8 @@ _log = structlog.get_logger()
 
 def follow(place: Place, serve_steps: Callable[[], None]) -> int:
     """Run `serve_steps`, which loads the model and makes steps until the first rank ends; the exit code."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if place.is_guarded:
         threading.Thread(target=_end_with_first_rank, args=(place,), name="guard", daemon=True).start()
     try:

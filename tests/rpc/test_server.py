@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
@@ -221,6 +222,58 @@ async def test_b87_a_second_signal_ends_at_once(greeter: StartGreeter) -> None:
         server.terminate()
         assert await server.ended() == 128 + signal.SIGTERM
         assert (await running)[1] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_terminal_that_closes_drains_however_often_it_says_so(greeter: StartGreeter) -> None:
+    server = greeter("--grace-seconds", "600")
+    async with server.connect() as channel:
+        await until_serving(channel)
+        started = asyncio.Event()
+        running = asyncio.ensure_future(count(router_pb2_grpc.RouterStub(channel), 20, started))
+        await started.wait()
+        server.process.send_signal(signal.SIGHUP)
+        await until_not_serving(channel)
+        server.process.send_signal(signal.SIGHUP)
+        assert await running == (20, grpc.StatusCode.OK)
+    assert await server.ended() == 0
+
+
+def test_a_service_that_has_not_begun_to_serve_ends_at_once_when_it_is_told_to() -> None:
+    """Process 1 of a container hears of no signal for which it has no handler."""
+    script = (
+        "import asyncio; from rpc import server\n"
+        "async def service():\n    print('begun', flush=True)\n    await asyncio.sleep(600)\n"
+        "server.main('late', service)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+
+
+async def test_who_has_closed_stdout_hears_no_more_and_the_service_goes_on(tmp_path: Path) -> None:
+    address, (reads, writes) = f"unix:{tmp_path}/greeter.sock", os.pipe()
+    os.close(reads)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.rpc.greeter", "--listen", address),
+        stdout=writes,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writes)
+    try:
+        async with connect(Address.parse(address, field=""), max_message_bytes=1 << 20) as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            request = router_pb2.TokenizeRequest(text="abc")
+            answer = await stub.Tokenize(request, wait_for_ready=True, timeout=20)
+            assert answer.token_ids == [3]
+        process.terminate()
+        _, told = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert b"BrokenPipe" not in told
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -99,6 +99,13 @@ def test_a_missing_value_names_flag_and_variable() -> None:
         load(LiftSettings, [], prog="lift")
 
 
+@pytest.mark.parametrize("name", ["chairlift_max_num_seets", "Chairlift_Max_Num_Seats"])
+def test_a_variable_is_spelt_in_one_way(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "5")
+    with pytest.raises(StartError, match=f"^the environment variable {name} is none of: .*CHAIRLIFT_MAX"):
+        read()
+
+
 def test_an_unknown_variable_of_ours_is_an_error_and_the_declared_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
