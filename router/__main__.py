@@ -159,6 +159,10 @@ def _http_door(
         validation.check_request_id(request_id)
         return await schedulers.first_answer(lambda scheduler: scheduler.time_line(request_id, tenant))
 
+    names = settings.http_hosts.lower().split(",")
+    if not settings.http_hosts:
+        is_local = hosts.is_of_this_machine(settings.http.rpartition(":")[0])
+        names = [] if is_local and not settings.tenants else ["*"]
     app = HttpApp(
         intake,
         max_body_bytes=settings.max_taken_bytes,
@@ -170,7 +174,7 @@ def _http_door(
             refusal=lambda: intake.refusal,
             story=story,
         ),
-        local_names_only=not settings.tenants and hosts.is_of_this_machine(settings.http.rpartition(":")[0]),
+        host_names=None if "*" in names else names,
     )
     return HttpDoor(
         app,

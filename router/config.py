@@ -23,6 +23,11 @@ class RouterSettings(ServiceSettings):
         description="Where to serve OpenAI's HTTP too: HOST:PORT or unix:PATH; empty: nowhere. It needs the "
         "`http` extra.",
     )
+    http_hosts: str = Field(
+        default="",
+        description="Names that the HTTP door answers to as Host, beside localhost and addresses, separated "
+        "by commas; *: any. Default: none where it listens on this machine alone and has no keys, else any.",
+    )
     tls_clients: Literal["certificate", "any"] = Field(
         default="certificate",
         description="With --tls-ca, whether clients must show a certificate of it; any: their keys tell who "

@@ -71,11 +71,11 @@ class HttpApp:
         doorkeeper: Doorkeeper,
         client_stall_seconds: float = STALL_SECONDS,
         live: Live | None = None,
-        local_names_only: bool = False,
+        host_names: abc.Collection[str] | None = None,
     ) -> None:
         """With `live` the door shows the live page as well.
 
-        With `local_names_only` nobody is answered who calls it by a name of the network (`hosts`).
+        With `host_names` nobody is answered who calls it by another name of the network (`hosts`).
         """
         self._intake = intake
         self.client_stall_seconds = client_stall_seconds
@@ -104,7 +104,7 @@ class HttpApp:
                 Middleware(_CountedStatus, self.num_responses),
                 Middleware(_SecurityHeaders),
                 Middleware(_LimitedHead),
-                *([Middleware(_LocalNames)] if local_names_only else []),
+                *([] if host_names is None else [Middleware(_HostNames, host_names)]),
             ],
             exception_handlers={HTTPException: _no_such_path},
         )
@@ -438,15 +438,16 @@ class _LimitedHead:
         await Exchange(scope, receive, send).fail(HttpError(431, "headers_too_large", message))
 
 
-class _LocalNames:
-    """Refuses requests that came under a name of the network."""
+class _HostNames:
+    """Refuses requests that came under another name of the network."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, names: abc.Collection[str]) -> None:
         self._app = app
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            hosts.check(scope["headers"])
+            hosts.check(scope["headers"], self._names)
         except HttpError as error:
             await Exchange(scope, receive, send).fail(error)
         else:

@@ -1,8 +1,9 @@
-"""Whom a door on this machine alone answers: those who call it by an address, or as localhost.
+"""Whom a door on this machine alone answers: who calls it by an address, as localhost, or by a name it has.
 
 A page of another site may give its own name this machine's address (DNS rebinding), and is then, for the
 browser, of the same site as the door: no header keeps it out but Host, which bears its name. Where keys are
-wanted the page has none.
+wanted the page has none. A door in a container does not see that its port is published on this machine alone:
+it is told by `--http-hosts`.
 
 Pure.
 """
@@ -22,25 +23,27 @@ def is_of_this_machine(host: str) -> bool:
         return host == "localhost"
 
 
-def check(headers: abc.Iterable[tuple[bytes, bytes]]) -> None:
-    """Refuses a request that came under another name. Raises HttpError, 403."""
+def check(headers: abc.Iterable[tuple[bytes, bytes]], names: abc.Collection[str] = ()) -> None:
+    """Refuses a request that came under another name than `names`. Raises HttpError, 403."""
     for name, value in headers:
         if name != b"host":
             continue
         host = value.decode("latin-1")
-        if not _is_no_name(host):
+        if not _is_welcome(host, names):
             raise HttpError(
                 403,
                 "host_not_allowed",
-                f"the request is for {host[:64]!r}; a door on this machine alone, without keys, answers to "
-                "localhost and to addresses. A proxy before it must send one of those as Host, or give the "
-                "router --tenants",
+                f"the request is for {host[:64]!r}; this door answers to {', '.join(['localhost', *names])} "
+                "and to addresses. A proxy before it must send one of those as Host, or the router be given "
+                "--tenants or --http-hosts",
             )
 
 
-def _is_no_name(host: str) -> bool:
+def _is_welcome(host: str, names: abc.Collection[str]) -> bool:
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        return not name or name == "localhost" or name.endswith(".localhost") or bool(ip_address(name))
+        if not name or name in {"localhost", *names} or name.endswith(".localhost"):
+            return True
+        return bool(ip_address(name))
     except ValueError:
         return False

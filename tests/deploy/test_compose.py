@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from router.config import RouterSettings
+from rpc.settings import load
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,6 +47,16 @@ def test_the_file_itself_has_the_profile() -> None:
     assert services["executor-gpu"]["profiles"] == ["gpu"]
     assert all("profiles" not in services[name] for name in ("router", "scheduler", "standby", "executor"))
     assert "/tmp:exec" in services["executor-gpu"]["tmpfs"]  # Triton loads what it compiles there
+
+
+def test_the_door_that_is_published_on_this_machine_alone_keeps_other_names_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["router"]
+    assert all(port.startswith("127.0.0.1:") for port in router["ports"])
+    for name, value in router["environment"].items():
+        monkeypatch.setenv(name, value)
+    assert load(RouterSettings, router["command"], prog="router").http_hosts == "router"
 
 
 def test_the_target_of_the_profile_is_in_the_dockerfile() -> None:

@@ -147,6 +147,12 @@ def test_probes_ask_the_health_names_there_are_at_a_port_that_is_open(overlay: s
     assert LIVENESS in (asked["exec"]["command"] if overlay == "tls" else asked["grpc"].values())
 
 
+def test_probes_that_start_a_process_may_be_late_once() -> None:
+    for pod in workloads(rendered("tls")).values():
+        (container,) = pod["containers"]
+        assert container["readinessProbe"].get("failureThreshold", 3) >= 3
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_names_that_objects_call_each_other_by_exist(overlay: str) -> None:
     manifests = rendered(overlay)

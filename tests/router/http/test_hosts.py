@@ -38,20 +38,34 @@ def test_other_names_are_refused(host: str) -> None:
     assert (refused.value.status, repr(host) in refused.value.message) == (403, True)
 
 
+def test_a_name_that_the_door_was_given_is_answered() -> None:
+    hosts.check([(b"host", b"Router:8000")], ["router"])
+    with pytest.raises(HttpError, match="localhost, router and to addresses"):
+        hosts.check([(b"host", b"evil.example")], ["router"])
+
+
 @pytest.mark.parametrize(
-    ("listen", "tenants", "status"),
+    ("listen", "tenants", "names", "status"),
     [
-        ("127.0.0.1:0", "", 403),
-        ("localhost:0", "", 403),
-        ("0.0.0.0:0", "", 200),
-        ("127.0.0.1:0", "a file", 200),
+        ("127.0.0.1:0", "", "", 403),
+        ("localhost:0", "", "", 403),
+        ("0.0.0.0:0", "", "", 200),
+        ("127.0.0.1:0", "a file", "", 200),
+        ("0.0.0.0:0", "", "router", 403),
+        ("0.0.0.0:0", "", "router,Evil.example", 200),
+        ("127.0.0.1:0", "", "*", 200),
     ],
 )
 async def test_a_door_on_this_machine_alone_without_keys_looks_at_names(
-    start: Start, listen: str, tenants: str, status: int
+    start: Start, listen: str, tenants: str, names: str, status: int
 ) -> None:
     settings = RouterSettings.model_construct(
-        http=listen, tenants=tenants, tls_ca="", max_request_bytes=1024, max_message_bytes=1024
+        http_hosts=names,
+        http=listen,
+        tenants=tenants,
+        tls_ca="",
+        max_request_bytes=1024,
+        max_message_bytes=1024,
     )
     async with start() as rig:
         door = main._http_door(rig.intake, rig.pool, settings, rig.doorkeeper, None)
