@@ -66,7 +66,7 @@ def _order(core: "SchedulerCore", unfinished: list[Sequence]) -> None:
         case Policy.FCFS:
             unfinished.sort(key=lambda seq: seq.request.priority)
         case Policy.FAIR:
-            unfinished.sort(key=lambda seq: (seq.request.priority, seq.tenant.service))
+            unfinished.sort(key=lambda seq: (seq.request.priority, core.waiting.service(seq)))
         case Policy.DEADLINE:
             unfinished.sort(key=lambda seq: (seq.request.priority, seq.latest_start))
 

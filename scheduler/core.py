@@ -140,7 +140,6 @@ class SchedulerCore:
         if self.witness is not None:
             self.witness.arrived(seq)
         seq.tenant.draw_on_rates(seq.max_len, now)
-        self.tenants.arrived(seq.tenant)
         self._wait(seq)
         finish = end_of_output(request, seq.output_token_ids(), self._eos_token_ids)
         if finish is not None:
@@ -611,7 +610,6 @@ class SchedulerCore:
         seq.give_up_seat()
         seq.orphaned_until = None
         seq.forget_at = self._now + self.limits.result_keep_seconds
-        self.tenants.left(seq.tenant)
         self._timers.watch(seq, len(self.sequences))
         if self.inquiry and not seq.is_padding:
             self.inquiry.ended(self, seq)

@@ -2,8 +2,10 @@
 
 Service is counted in virtual tokens, as in "Fairness in Serving Large Language Models" (VTC, OSDI'24): prompt
 tokens computed and output tokens won, weighted, divided by the tenant's weight. Recomputing is never charged.
-A tenant that comes back from idleness is lifted to the least served of those who have work, so that idle time
-is not banked; nobody is ever held back while a seat is empty (work-conserving).
+Each importance class is a contest of its own. Who competes in it has something waiting there and is at no
+limit of its own; whoever begins to compete is lifted to the least served of those who do. So what a tenant
+does not use is not banked, whether it was idle, asked for less than its share, or was held at its limit; and
+nobody is ever held back while a seat is empty (work-conserving).
 
 Pure: time comes in as an argument.
 """
@@ -11,9 +13,12 @@ Pure: time comes in as an argument.
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 INPUT_WEIGHT = 1.0  # virtual tokens for a prompt token computed
 OUTPUT_WEIGHT = 2.0  # for an output token
+_REMEMBERED_SECONDS = 60.0
+_SLACK = 64  # stale entries that are not worth sweeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,9 @@ class Tenant:
     num_waiting_tokens: int = 0
     num_input_tokens: int = 0  # charged: computed at a first admission
     num_output_tokens: int = 0  # charged: won
-    lifted: float = 0.0  # virtual tokens credited against others when it came back from idleness
+    lifted: dict["Contest", float] = field(
+        default_factory=dict
+    )  # virtual tokens: the time it did not compete
     block_seconds: float = 0.0  # KV blocks held, summed over time
     _metered_at: float = 0.0
     requests: RateLimiter | None = field(init=False)
@@ -94,7 +101,11 @@ class Tenant:
     def service(self) -> float:
         """Virtual tokens received for each unit of weight."""
         received = INPUT_WEIGHT * self.num_input_tokens + OUTPUT_WEIGHT * self.num_output_tokens
-        return received / self.limits.weight + self.lifted
+        return received / self.limits.weight
+
+    def service_in(self, contest: "Contest") -> float:
+        """The same with its lifts there: the tenant with the least is next."""
+        return self.service + self.lifted.get(contest, 0.0)
 
     @property
     def has_work(self) -> bool:
@@ -124,11 +135,15 @@ class Tenant:
         limit = self.limits.max_blocks
         return limit is None or self.num_running == 1 or self.num_blocks < limit
 
-    def is_as_new(self, floor: float, now: float) -> bool:
-        """Whether a new one that starts at the service `floor` would be no better off."""
+    def is_as_new(self, now: float) -> bool:
+        """Whether a new one in its place would be no better off; what it had more counts for a minute."""
+        idle_seconds = now - self._metered_at
         return (
             not self.has_work
-            and self.service <= floor
+            and (
+                idle_seconds >= _REMEMBERED_SECONDS
+                or all(self.service_in(contest) <= contest.floor for contest in self.lifted)
+            )
             and all(limiter is None or limiter.is_full(now) for limiter in (self.requests, self.tokens))
         )
 
@@ -137,6 +152,64 @@ class Tenant:
         self.block_seconds += self.num_blocks * (now - self._metered_at)
         self._metered_at = now
         self.num_blocks += num_blocks
+
+
+class Contest:
+    """Who competes for the turns of one importance class, and where the next one begins.
+
+    The floor is the service of the least served of them; while nobody competes, that of the last one who did.
+    It never falls. Whoever begins to compete is lifted to it; the first time it begins just there, whatever
+    it was served in other classes.
+    """
+
+    __slots__ = ("_by_service", "_competing", "_last", "_listed", "_numbers")
+
+    def __init__(self) -> None:
+        self._competing: set[Tenant] = set()
+        self._last: Tenant | None = None  # who ceased to compete last
+        self._by_service: list[tuple[float, int, Tenant]] = []  # the service was so or is more
+        self._listed: set[Tenant] = set()  # there: all who compete, and some who ceased
+        self._numbers = count()
+
+    def enter(self, tenant: Tenant) -> None:
+        """`tenant` competes from now on."""
+        if tenant in self._competing:
+            return
+        missing = self.floor - tenant.service_in(self)
+        if missing > 0 or self not in tenant.lifted:
+            tenant.lifted[self] = tenant.lifted.get(self, 0.0) + missing
+        self._competing.add(tenant)
+        if tenant not in self._listed:
+            self._list(tenant)
+
+    def leave(self, tenant: Tenant) -> None:
+        """`tenant` competes no more: nothing of it waits here, or it is at a limit of its own."""
+        if tenant in self._competing:
+            self._competing.remove(tenant)
+            self._last = tenant
+
+    @property
+    def floor(self) -> float:
+        """Where the next one begins."""
+        by_service = self._by_service
+        while by_service:
+            service, number, tenant = by_service[0]
+            if tenant not in self._competing:
+                heapq.heappop(by_service)
+                self._listed.remove(tenant)
+            elif tenant.service_in(self) > service:  # it only grows: put right when it comes up
+                heapq.heapreplace(by_service, (tenant.service_in(self), number, tenant))
+            else:
+                return service
+        return 0.0 if self._last is None else self._last.service_in(self)
+
+    def _list(self, tenant: Tenant) -> None:
+        self._listed.add(tenant)
+        heapq.heappush(self._by_service, (tenant.service_in(self), next(self._numbers), tenant))
+        if len(self._by_service) > _SLACK + 2 * len(self._competing):
+            self._by_service = [item for item in self._by_service if item[2] in self._competing]
+            heapq.heapify(self._by_service)
+            self._listed = set(self._competing)
 
 
 class Tenants:
@@ -148,14 +221,11 @@ class Tenants:
 
     __slots__ = (
         "_by_name",
-        "_by_service",
         "_configured",
         "_default",
         "_drop_above",
         "_dropped_input",
         "_dropped_output",
-        "_last_service",
-        "_listed",
         "dropped_block_seconds",
     )
 
@@ -168,9 +238,6 @@ class Tenants:
         self._default = default or TenantLimits()
         self._by_name: dict[str, Tenant] = {}
         self._dropped_input = self._dropped_output = 0  # tokens of tenants that were dropped
-        self._last_service = 0.0  # of who had work last: where the next one starts when all were idle
-        self._by_service: list[tuple[float, str, Tenant]] = []  # who has work; the service was so or is more
-        self._listed: set[Tenant] = set()  # there
         self._drop_above = self.MAX_UNKNOWN + len(self._configured)
         self.dropped_block_seconds = 0.0  # metered for tenants that were dropped since
 
@@ -181,36 +248,8 @@ class Tenants:
             if len(self._by_name) > self._drop_above:
                 self._drop_idle(now)
             tenant = Tenant(name, self._configured.get(name, self._default))
-            tenant.lifted = self._floor()
             self._by_name[name] = tenant
         return tenant
-
-    def arrived(self, tenant: Tenant) -> None:
-        """A request of `tenant` is about to wait: if it was idle, its idle time is not banked."""
-        if not tenant.has_work:
-            tenant.lifted += max(0.0, self._floor() - tenant.service)
-        if tenant not in self._listed:
-            self._listed.add(tenant)
-            heapq.heappush(self._by_service, (tenant.service, tenant.name, tenant))
-
-    def left(self, tenant: Tenant) -> None:
-        """Something of `tenant` has ended."""
-        if not tenant.has_work:
-            self._last_service = max(self._last_service, tenant.service)
-
-    def _floor(self) -> float:
-        """Service of the least served tenant with work; of the last one that had any when all are idle."""
-        by_service = self._by_service
-        while by_service:
-            service, name, tenant = by_service[0]
-            if not tenant.has_work:
-                heapq.heappop(by_service)
-                self._listed.remove(tenant)
-            elif tenant.service > service:  # it only grows: put right when it comes up
-                heapq.heapreplace(by_service, (tenant.service, name, tenant))
-            else:
-                return service
-        return self._last_service
 
     @property
     def configured(self) -> frozenset[str]:
@@ -228,20 +267,16 @@ class Tenants:
         return self._dropped_output + sum(item.num_output_tokens for item in self._by_name.values())
 
     def _drop_idle(self, now: float) -> None:
-        floor = self._floor()
         dropped = [
             item
             for name, item in self._by_name.items()
-            if name not in self._configured and item.is_as_new(floor, now)
+            if name not in self._configured and item.is_as_new(now)
         ]
         for tenant in dropped:
             del self._by_name[tenant.name]
             self.dropped_block_seconds += tenant.block_seconds
             self._dropped_input += tenant.num_input_tokens
             self._dropped_output += tenant.num_output_tokens
-        self._by_service = [item for item in self._by_service if item[2].has_work]
-        heapq.heapify(self._by_service)
-        self._listed = {tenant for _, _, tenant in self._by_service}
         # Where hardly any can go, nothing is gained by looking again at the next name.
         self._drop_above = max(self.MAX_UNKNOWN + len(self._configured), 2 * len(self._by_name))
 

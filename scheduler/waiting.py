@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from scheduler.sequence import Sequence, State
-from scheduler.tenants import Tenant
+from scheduler.tenants import Contest, Tenant
 
 _PARKED = 0  # no entry of a heap has this number
 _SLACK = 64  # stale entries that are not worth sweeping
@@ -149,9 +149,9 @@ def _by_key(_: Tenant, key: Key) -> Key:
     return key
 
 
-def _by_service(tenant: Tenant, key: Key) -> Key:
+def _by_service_in(contest: Contest) -> Callable[[Tenant, Key], Key]:
     """Service counts before all."""
-    return (tenant.service, key[0], *key[2:])
+    return lambda tenant, key: (tenant.service_in(contest), key[0], *key[2:])
 
 
 def _class_of(seq: Sequence) -> tuple[int, bool]:
@@ -168,6 +168,7 @@ class WaitingQueue:
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
         self._next_entry = 0
         self._aside: dict[Tenant, None] = {}  # tenants at a limit of their own
+        self._contests: dict[int, Contest] = {}  # by importance class: who waits there and is not aside
         self.parked: dict[Sequence, None] = {}  # those that are not served before `unpark`
         self.num_tokens = 0  # of all that wait: what is known of them stays as it is until they enter
         self.counts: dict[tuple[int, str], int] = {}  # who waits, by importance class and tenant
@@ -188,6 +189,8 @@ class WaitingQueue:
         num_tokens = len(seq.token_ids)
         self.num_tokens += num_tokens
         seq.tenant.num_waiting += 1
+        if seq.tenant not in self._aside:
+            self._contest(seq.request.priority).enter(seq.tenant)
         group = (seq.request.priority, seq.tenant.name)
         self.counts[group] = self.counts.get(group, 0) + 1
         seq.tenant.num_waiting_tokens += num_tokens
@@ -205,6 +208,7 @@ class WaitingQueue:
         self.counts[group] -= 1
         if not self.counts[group]:
             del self.counts[group]
+            self._contest(seq.request.priority).leave(seq.tenant)
         seq.tenant.num_waiting_tokens -= num_tokens
 
     def admit(self, seq: Sequence, now: float) -> None:
@@ -237,8 +241,10 @@ class WaitingQueue:
         self._classes[_class_of(seq)].num_parked -= 1
 
     def set_aside(self, tenant: Tenant) -> None:
-        """`tenant` is at a limit of its own: it is passed over until `recall`."""
+        """`tenant` is at a limit of its own: it is passed over until `recall`, and competes with nobody."""
         self._aside[tenant] = None
+        for contest in tenant.lifted:
+            contest.leave(tenant)
 
     @property
     def aside(self) -> Collection[Tenant]:
@@ -250,8 +256,20 @@ class WaitingQueue:
         if tenant in self._aside:
             del self._aside[tenant]
             for of_class in self._classes.values():
+                if (of_class.priority, tenant.name) in self.counts:
+                    self._contest(of_class.priority).enter(tenant)
                 of_class.by_turn.recall(tenant)
                 of_class.by_age.recall(tenant)
+
+    def service(self, seq: Sequence) -> float:
+        """What the tenant of `seq` was served, as it counts in the class of `seq`."""
+        return seq.tenant.service_in(self._contest(seq.request.priority))
+
+    def _contest(self, priority: int) -> Contest:
+        contest = self._contests.get(priority)
+        if contest is None:
+            contest = self._contests[priority] = Contest()
+        return contest
 
     def _add_entry(self, seq: Sequence) -> None:
         self._next_entry += 1
@@ -259,7 +277,8 @@ class WaitingQueue:
         name = _class_of(seq)
         of_class = self._classes.get(name)
         if of_class is None:
-            rank = _by_service if self._policy is Policy.FAIR else _by_key
+            is_fair = self._policy is Policy.FAIR
+            rank = _by_service_in(self._contest(seq.request.priority)) if is_fair else _by_key
             by_turn = _TenantHeaps(self._entry_of, self._aside, rank)
             by_age = _TenantHeaps(self._entry_of, self._aside, _by_key)
             of_class = self._classes[name] = _Class(*name, by_turn, by_age)

@@ -1,11 +1,24 @@
-"""The bound of the fair policy, and that it is the policy which keeps it.
+"""The bounds of the fair policy, and that it is the policy which keeps them.
 
-Proved for two tenants of equal weight ("Fairness in Serving Large Language Models", OSDI'24): over any
-interval in which both have requests waiting, the virtual tokens received differ by at most 2 U, with
-U = max(INPUT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the caches can hold). Service is counted without
-weights and lifts. The proof needs that those admitted together fit in the cache to their ends, so it is one
-of `--admission reserve`. Under `forecast` and `optimistic` the same bound is tested, not proved: who is
-preempted is not chosen by what its tenant has had, but it comes back only when it is its tenant's turn.
+Of two tenants of equal weight ("Fairness in Serving Large Language Models", OSDI'24): over any interval in
+which both *compete* (have requests waiting, and are at no limit of their own), the virtual tokens received
+differ by at most 2 U, with U = max(INPUT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the caches can
+hold). Over any interval in which one competes, no other gets more than 3 U beyond it, whatever that one did
+before and does now: nobody banks what it did not use. Service is counted without weights and lifts. Why it is
+so:
+
+- While a tenant competes, its service (lifts counted in) is no less than the floor, and at most U above it:
+  when its newest one entered it was the floor itself, the floor never falls, and what all of its sequences
+  that run can still be charged is U.
+- So two that compete differ by U at most, at both ends of the interval: 2 U.
+- Another one is charged U at most for what ran before it began to compete in the interval, then begins at
+  most U below the one that competes, and when its newest one enters it is below that one: it ends at most U
+  above.
+
+With weights w, U / w stands for U, for each tenant its own. The proof needs that those admitted together fit
+in the cache to their ends, so it is one of `--admission reserve`, and that nobody waits for a prefix. Under
+`forecast` and `optimistic` the same bounds are tested, not proved: who is preempted is not chosen by what its
+tenant has had, but it comes back only when it is its tenant's turn.
 """
 
 import random
@@ -15,13 +28,14 @@ import pytest
 
 from scheduler.policy import Admission, Limits
 from scheduler.sequence import Sequence, State
-from scheduler.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, TenantLimits
+from scheduler.tenants import INPUT_WEIGHT, OUTPUT_WEIGHT, Tenant, TenantLimits
 from scheduler.waiting import Policy
 from tests.scheduler.harness import Harness
 
 LONGEST_PROMPT = 60
 NUM_BLOCKS, BLOCK_SIZE = 28, 4
-BOUND = 2 * max(INPUT_WEIGHT * LONGEST_PROMPT, OUTPUT_WEIGHT * NUM_BLOCKS * BLOCK_SIZE)
+U = max(INPUT_WEIGHT * LONGEST_PROMPT, OUTPUT_WEIGHT * NUM_BLOCKS * BLOCK_SIZE)
+BOUND = 2 * U
 
 Shape = Callable[[random.Random], tuple[int, int]]  # → prompt length, max_tokens
 
@@ -34,23 +48,60 @@ def many_short(rng: random.Random) -> tuple[int, int]:
     return rng.randrange(1, 10), rng.randrange(1, 20)
 
 
+def alike(_: random.Random) -> tuple[int, int]:
+    return 8, 16
+
+
 def mixed(rng: random.Random) -> tuple[int, int]:
     return rng.choice([few_long, many_short])(rng)
+
+
+Mood = Callable[[int, Tenant], bool]  # step → whether it sends one more request now
+
+
+def always(depth: int) -> Mood:
+    """So many wait at all times."""
+    return lambda _, tenant: tenant.num_waiting < depth
+
+
+def steadily(step: int, tenant: Tenant) -> bool:
+    """A small load: something always runs, and hardly ever anything waits."""
+    return step % 12 == 0 and tenant.num_running + tenant.num_waiting < 3
+
+
+def then(first: Mood, steps: int, second: Mood) -> Mood:
+    return lambda step, tenant: (first if step < steps else second)(step, tenant)
+
+
+def never(_: int, __: Tenant) -> bool:
+    return False
+
+
+def once(step: int, tenant: Tenant) -> bool:
+    return step == 0 and not tenant.num_waiting
+
+
+def in_bursts(step: int, tenant: Tenant) -> bool:
+    """Five at once, more often than they can be done for a time, and nothing for a time."""
+    return step % 300 < 150 and step % 30 == 0 and tenant.num_waiting < 5
 
 
 class Contest:
     """Tenants that always have something waiting; the difference of what they received, after each step."""
 
-    def __init__(self, limits: Limits, seed: int, shapes: dict[str, Shape], depth: dict[str, int]) -> None:
+    def __init__(
+        self, limits: Limits, seed: int, shapes: dict[str, Shape], depth: dict[str, int | Mood]
+    ) -> None:
         self.rng = random.Random(seed)
         self.h = Harness(limits, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_batched_tokens=48)
-        self.shapes, self.depth = shapes, depth
-        self.count = 0
+        self.shapes = shapes
+        self.moods = {name: always(item) if isinstance(item, int) else item for name, item in depth.items()}
+        self.count = self.num_steps = 0
 
     def refill(self) -> None:
         for name, shape in self.shapes.items():
             tenant = self.h.core.tenants.get(name, 0.0)
-            while tenant.num_waiting < self.depth[name]:
+            while self.moods[name](self.num_steps, tenant):
                 self.count += 1
                 length, max_tokens = shape(self.rng)
                 prompt = [self.rng.randrange(90) for _ in range(length)]
@@ -64,11 +115,22 @@ class Contest:
         self.refill()
         self.h.step()
         self.h.now += 0.01
+        self.num_steps += 1
+        return self.difference
+
+    @property
+    def difference(self) -> float:
         return self.service("a") - self.service("b")
 
-    def largest_difference(self, steps: int) -> float:
-        """Over every interval: the difference's highest point less its lowest."""
-        differences = [0.0, *(self.step() for _ in range(steps))]
+    def largest_difference(self, steps: int, backlogged: str = "") -> float:
+        """Over every interval: the difference's highest point less its lowest.
+
+        `backlogged`: of these something waits at every moment, also when a plan has just been made.
+        """
+        differences = [self.difference]
+        for _ in range(steps):
+            differences.append(self.step())
+            assert all(self.h.core.tenants.get(name, 0.0).num_waiting for name in backlogged)
         return max(differences) - min(differences)
 
 
@@ -84,8 +146,8 @@ def test_two_backlogged_tenants_never_differ_by_more_than_the_bound(
     window: int, admission: Admission, a: Shape, seed: int
 ) -> None:
     shapes = {"a": a, "b": mixed if seed else many_short}
-    contest = Contest(limits(Policy.FAIR, admission, window), seed, shapes, {"a": 20, "b": 3})
-    assert contest.largest_difference(1000) <= BOUND
+    contest = Contest(limits(Policy.FAIR, admission, window), seed, shapes, {"a": 40, "b": 20})
+    assert contest.largest_difference(1000, backlogged="ab") <= BOUND
     assert contest.service("a") > 3 * BOUND, "the run is long against the bound"
 
 
@@ -162,3 +224,93 @@ def test_with_seat_and_block_limits_a_newcomers_first_token_comes_within_a_state
     contest.h.run_to_end()
     contest.h.check_outputs()
     assert seq.state is State.FINISHED
+
+
+# --- whoever does not compete banks nothing -------------------------------------------------------------
+
+
+def most_beyond(contest: Contest, steps: int, name: str, weights: dict[str, float]) -> dict[str, float]:
+    """By how much each other tenant got more than this one, by weight, in the interval where it is most."""
+    others = contest.shapes.keys() - {name}
+    lowest = dict.fromkeys(others, 0.0)
+    most = dict.fromkeys(others, 0.0)
+    start = {other: contest.service(other) for other in contest.shapes}
+    tenant = contest.h.core.tenants.get(name, 0.0)
+    for _ in range(steps):
+        contest.step()
+        won = {item: (contest.service(item) - start[item]) / weights.get(item, 1.0) for item in start}
+        assert tenant.num_waiting
+        for other in others:
+            beyond = won[other] - won[name]
+            lowest[other] = min(lowest[other], beyond)
+            most[other] = max(most[other], beyond - lowest[other])
+    return most
+
+
+@pytest.mark.parametrize("admission", list(Admission))
+def test_a_small_steady_load_saves_nothing_for_a_burst(admission: Admission) -> None:
+    steps = 800
+    moods: dict[str, int | Mood] = {"a": 20, "b": then(steadily, steps, always(20))}
+    shapes = {"a": alike, "b": alike}
+    contest = Contest(limits(Policy.FAIR, admission, 1), 1, shapes, moods)
+    for _ in range(steps):
+        contest.step()
+    assert contest.service("a") - contest.service("b") > 3 * BOUND
+    assert contest.largest_difference(500, backlogged="ab") <= BOUND, "both wait from now on"
+
+
+@pytest.mark.parametrize("held", [TenantLimits(max_running=1), TenantLimits(max_blocks=6)])
+@pytest.mark.parametrize("admission", [Admission.RESERVE, Admission.FORECAST])
+def test_one_at_its_own_limit_lets_nobody_bank_what_it_did_not_use(
+    held: TenantLimits, admission: Admission
+) -> None:
+    """`back` was idle, `limited` waits all the time: neither, nor a newcomer, gets ahead of `a`."""
+    moods: dict[str, int | Mood] = {
+        "a": 10,
+        "limited": 10,
+        "back": then(once, 700, always(10)),
+        "new": then(never, 800, always(10)),
+    }
+    shapes = dict.fromkeys(moods, many_short)
+    contest = Contest(limits(Policy.FAIR, admission, 1, tenants={"limited": held}), 1, shapes, moods)
+    for _ in range(700):
+        contest.step()
+    assert contest.service("a") - contest.service("limited") > 3 * BOUND
+    assert all(beyond <= 3 * U for beyond in most_beyond(contest, 400, "a", {}).values())
+
+
+def test_one_whose_limit_no_longer_holds_it_gets_its_share_and_not_what_it_missed() -> None:
+    """Its one long sequence keeps it at its block limit for a long time."""
+    held = TenantLimits(max_blocks=20)
+    contest = Contest(
+        limits(Policy.FAIR, Admission.RESERVE, 1, tenants={"held": held}),
+        1,
+        {"a": many_short, "held": lambda _: (2, 50)},
+        {"a": 10, "held": 2},
+    )
+    most = most_beyond(contest, 600, "a", {})
+    assert contest.service("a") > contest.service("held") > 2 * BOUND
+    contest.shapes["held"] = many_short  # these fit beside each other, now and then
+    assert most["held"] <= 3 * U
+    assert most_beyond(contest, 600, "a", {})["held"] <= 3 * U
+
+
+@pytest.mark.parametrize("admission", list(Admission))
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_gets_more_than_the_bound_beyond_one_that_competes(admission: Admission, seed: int) -> None:
+    """Whatever the others do: small loads, bursts, limits of their own, all weights; over every interval."""
+    rng = random.Random(seed)
+    weights = {name: rng.choice([0.5, 1.0, 2.0]) for name in ("a", "steady", "bursts", "limited", "late")}
+    tenants = {name: TenantLimits(weight=weight) for name, weight in weights.items()}
+    tenants["limited"] = TenantLimits(weight=weights["limited"], max_running=1 + seed)
+    moods: dict[str, int | Mood] = {
+        "a": 20,
+        "steady": then(steadily, 400, always(3)),
+        "bursts": in_bursts,
+        "limited": 5,
+        "late": then(never, 500, always(20)),
+    }
+    shapes = {name: rng.choice([few_long, many_short, mixed]) for name in moods}
+    contest = Contest(limits(Policy.FAIR, admission, 1 + seed % 2, tenants=tenants), seed, shapes, moods)
+    for name, beyond in most_beyond(contest, 800, "a", weights).items():
+        assert beyond <= U / weights["a"] + 2 * U / weights[name], name

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scheduler.tenants import (
     INPUT_WEIGHT,
     OUTPUT_WEIGHT,
+    Contest,
     RateLimiter,
     Tenant,
     TenantLimits,
@@ -105,89 +106,126 @@ def test_service_is_weighted_tokens_for_each_unit_of_weight() -> None:
     assert tenant.service == (100 * INPUT_WEIGHT + 10 * OUTPUT_WEIGHT) / 4.0
 
 
-def served(tenants: Tenants, name: str, tokens: int) -> Tenant:
-    """A tenant with work, that has been served so much."""
+def served(tenants: Tenants, contest: Contest, name: str, tokens: int) -> Tenant:
+    """A tenant that waits, and has been served so much since it does."""
     tenant = tenants.get(name, 0.0)
-    tenants.arrived(tenant)
+    contest.enter(tenant)
     tenant.num_waiting += 1
     tenant.num_input_tokens += tokens
     return tenant
 
 
-def test_a_newcomer_starts_beside_the_least_served_of_those_with_work() -> None:
-    tenants = Tenants()
-    served(tenants, "a", 500)
-    served(tenants, "b", 300)
-    idle = served(tenants, "idle", 0)
-    idle.num_waiting = 0
-    assert tenants.get("new", 0.0).service == 500, "a started at 0, b beside a, at 500"
+def ceases(contest: Contest, tenant: Tenant) -> None:
+    tenant.num_waiting = 0
+    contest.leave(tenant)
+
+
+def test_a_newcomer_starts_beside_the_least_served_of_those_who_compete() -> None:
+    tenants, contest = Tenants(), Contest()
+    served(tenants, contest, "a", 500)
+    served(tenants, contest, "b", 300)
+    ceases(contest, served(tenants, contest, "idle", 0))
+    new = served(tenants, contest, "new", 0)
+    assert new.service_in(contest) == 500, "a started at 0, b beside a, at 500"
 
 
 def test_idle_time_is_not_banked() -> None:
-    tenants = Tenants()
-    away = served(tenants, "away", 100)
-    away.num_waiting = 0
-    tenants.left(away)
-    served(tenants, "busy", 5000)
-    tenants.arrived(away)
-    assert away.service == 5100, "busy started beside the last one served, at 100"
+    tenants, contest = Tenants(), Contest()
+    away = served(tenants, contest, "away", 100)
+    ceases(contest, away)
+    served(tenants, contest, "busy", 5000)
+    contest.enter(away)
+    assert away.service_in(contest) == 5100, "busy started beside the last one served, at 100"
+
+
+def test_who_runs_and_has_nothing_waiting_does_not_compete() -> None:
+    """Else a small load that is always under way would save the rest of its share for a burst."""
+    tenants, contest = Tenants(), Contest()
+    small = served(tenants, contest, "small", 100)
+    small.num_running = 1
+    ceases(contest, small)
+    busy = served(tenants, contest, "busy", 5000)
+    small.num_output_tokens += 10
+    contest.enter(small)
+    assert small.service_in(contest) == busy.service_in(contest) == 5100
 
 
 def test_who_comes_back_having_had_more_keeps_it() -> None:
-    tenants = Tenants()
-    served(tenants, "busy", 100)
-    away = served(tenants, "away", 900)
-    before = away.service
-    away.num_waiting = 0
-    tenants.left(away)
-    tenants.arrived(away)
-    assert away.service == before
+    tenants, contest = Tenants(), Contest()
+    served(tenants, contest, "busy", 100)
+    away = served(tenants, contest, "away", 900)
+    before = away.service_in(contest)
+    ceases(contest, away)
+    contest.enter(away)
+    assert away.service_in(contest) == before
 
 
-def test_who_still_has_work_is_not_lifted_by_one_more_request() -> None:
-    tenants = Tenants()
-    slow = served(tenants, "slow", 10)
-    served(tenants, "fast", 1000)
-    before = slow.service
-    tenants.arrived(slow)
-    assert slow.service == before
+def test_who_still_waits_is_not_lifted_by_one_more_request() -> None:
+    tenants, contest = Tenants(), Contest()
+    slow = served(tenants, contest, "slow", 10)
+    served(tenants, contest, "fast", 1000)
+    before = slow.service_in(contest)
+    contest.enter(slow)
+    assert slow.service_in(contest) == before
 
 
-def test_when_all_were_idle_everybody_starts_where_the_last_one_stood() -> None:
-    tenants = Tenants()
-    for name, tokens in (("a", 700), ("b", 50)):
-        tenant = served(tenants, name, tokens)
-        tenant.num_waiting = 0
-        tenants.left(tenant)
-    last = max(item.service for item in tenants)
-    assert tenants.get("new", 0.0).service == last
-    b = tenants.get("b", 0.0)
-    tenants.arrived(b)
-    assert b.service == last
+def test_when_nobody_competed_everybody_starts_where_the_last_one_stands() -> None:
+    tenants, contest = Tenants(), Contest()
+    ceases(contest, served(tenants, contest, "b", 50))
+    last = served(tenants, contest, "a", 700)
+    ceases(contest, last)
+    last.num_output_tokens += 5  # it goes on running
+    assert served(tenants, contest, "new", 0).service_in(contest) == 760
+    assert served(tenants, contest, "b", 0).service_in(contest) == 760
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("aslw"), st.integers(1, 50))))
-def test_service_never_falls_and_a_lift_reaches_no_higher_than_somebody_with_work(
-    events: list[tuple[str, str, int]],
+def test_what_was_served_in_another_class_is_not_held_against_a_first_request() -> None:
+    tenants, better, worse = Tenants(), Contest(), Contest()
+    busy = served(tenants, better, "busy", 10_000)
+    starved = served(tenants, worse, "starved", 10)
+    worse.enter(busy)
+    assert busy.service_in(worse) == starved.service_in(worse) == 10
+    assert served(tenants, better, "new", 0).service_in(better) == 10_000, "who starves holds nobody back"
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
+    events=st.lists(st.tuples(st.integers(0, 3), st.sampled_from("elsd"), st.integers(1, 50))),
+)
+def test_service_and_floor_never_fall_and_a_lift_reaches_just_the_floor(
+    weights: list[float], events: list[tuple[int, str, int]]
 ) -> None:
-    """Arrive, be served, leave, wait: over and over."""
-    tenants = Tenants()
-    for name, event, tokens in events:
-        tenant = tenants.get(name, 0.0)
-        before = {item.name: item.service for item in tenants}
-        busy = [item.service for item in tenants if item.has_work]
-        if event == "a":
-            tenants.arrived(tenant)
-            tenant.num_waiting += 1
-            if busy:
-                assert tenant.service <= max(before[name], min(busy))
-                assert tenant.service >= min(busy)
-        elif event == "s" and tenant.has_work:
+    """Tenants begin to compete, are served, cease, are dropped and come anew: against a plain search."""
+    tenants = Tenants({f"t{i}": TenantLimits(weight=weight) for i, weight in enumerate(weights)})
+    contest, competing, last = Contest(), set[Tenant](), None
+    for number, event, tokens in events:
+        tenant = tenants.get(f"t{number}", 0.0)
+        before = {item: item.service_in(contest) for item in tenants if contest in item.lifted}
+        before.setdefault(tenant, 0.0)
+        floor = contest.floor
+        if competing:
+            assert floor == min(item.service_in(contest) for item in competing)
+        else:
+            assert floor == (0.0 if last is None else last.service_in(contest))
+        if event == "e":
+            is_first = contest not in tenant.lifted
+            contest.enter(tenant)
+            if tenant in competing:
+                assert tenant.service_in(contest) == before[tenant]
+            else:
+                assert tenant.service_in(contest) == (floor if is_first else max(before[tenant], floor))
+            competing.add(tenant)
+        elif event == "s":
             tenant.num_output_tokens += tokens
-        elif event == "l" and tenant.num_waiting:
-            tenant.num_waiting -= 1
-            tenants.left(tenant)
-        assert all(item.service >= before[item.name] for item in tenants)
+        elif event == "l" and tenant in competing:
+            contest.leave(tenant)
+            competing.remove(tenant)
+            last = tenant
+        elif event == "d" and tenant not in competing:
+            del tenants._by_name[tenant.name]
+        assert all(item.service_in(contest) >= service for item, service in before.items())
+        assert contest.floor >= floor
+        assert len(contest._by_service) <= len(contest._competing) + 64 + len(contest._competing)
 
 
 # --- metering -------------------------------------------------------------------------------------------
@@ -216,7 +254,7 @@ def test_names_that_clients_make_up_do_not_pile_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Tenants, "MAX_UNKNOWN", 100)
     tenants = Tenants({"known": TenantLimits(weight=2.0)}, TenantLimits(max_running=3))
     known = tenants.get("known", 0.0)
-    busy = served(tenants, "busy", 10)
+    busy = served(tenants, Contest(), "busy", 10)
     for i in range(1000):
         assert tenants.get(f"made up {i}", 0.0).limits.max_running == 3
     assert len(list(tenants)) <= 103
@@ -229,11 +267,14 @@ def test_nobody_gains_by_being_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     """Neither a rate nor what one had more than others begins anew; what was metered stays in the sum."""
     monkeypatch.setattr(Tenants, "MAX_UNKNOWN", 10)
     tenants = Tenants(default=TenantLimits(requests_per_minute=60))
-    busy = served(tenants, "busy", 100)
-    spent, greedy, metered = (tenants.get(name, 0.0) for name in ("spent", "greedy", "metered"))
+    contest = Contest()
+    busy = served(tenants, contest, "busy", 100)
+    spent, metered = (tenants.get(name, 0.0) for name in ("spent", "metered"))
+    greedy = served(tenants, contest, "greedy", 0)
     assert spent.requests is not None
     spent.requests.take(60, 0.0)
     greedy.num_input_tokens = 1000
+    ceases(contest, greedy)
     metered.meter(3, 0.0)
     metered.meter(-3, 5.0)
     for i in range(100):
@@ -243,21 +284,21 @@ def test_nobody_gains_by_being_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(list(tenants)) <= 20 + 2
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("asl"), st.integers(1, 50)), max_size=200))
-def test_where_a_newcomer_starts_is_found_without_asking_everybody(
-    events: list[tuple[int, str, int]],
+def test_names_do_not_pile_up_though_each_was_served_more_than_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Though nobody is asked one by one."""
-    tenants = Tenants()
-    for number, event, tokens in events:
-        tenant = tenants.get(f"t{number}", 0.0)
-        if event == "a":
-            tenants.arrived(tenant)
-            tenant.num_waiting += 1
-        elif event == "s" and tenant.has_work:
-            tenant.num_output_tokens += tokens
-        elif event == "l" and tenant.num_waiting:
-            tenant.num_waiting -= 1
-            tenants.left(tenant)
-        busy = [item.service for item in tenants if item.has_work]
-        assert tenants._floor() == (min(busy) if busy else tenants._last_service)
+    """In a lasting overload all newcomers begin at the same floor, and whoever was served stands above it."""
+    monkeypatch.setattr(Tenants, "MAX_UNKNOWN", 50)
+    tenants, contest = Tenants(), Contest()
+    waits = [served(tenants, contest, f"first {i}", 0) for i in range(5)]
+    for i in range(2000):
+        tenant = tenants.get(f"made up {i}", float(i))
+        contest.enter(tenant)
+        tenant.num_waiting = 1
+        waits.append(tenant)
+        served_now = waits.pop(0)
+        ceases(contest, served_now)
+        served_now.num_input_tokens += 4
+        served_now.meter(0, float(i))
+        assert len(list(tenants)) <= 2 * (60 + 5 + 1) + 50
+    assert len(contest._listed) <= 64 + 2 * 6

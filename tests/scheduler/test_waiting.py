@@ -18,6 +18,7 @@ def swept_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_queue, "_SLACK", 2)
 
 
+PRIORITIES = [-1, 0, 1]
 TENANTS = [Tenant(name, TenantLimits()) for name in "abc"]
 
 
@@ -38,9 +39,12 @@ class WaitingMachine(RuleBasedStateMachine):
         self.count = 0
         self.now = 0.0
         self.turn_at: dict[int, float] = {}  # by importance class, while any of it waits
+        self.competing: dict[int, set[Tenant]] = {priority: set() for priority in PRIORITIES}
+        self.last: dict[int, Tenant] = {}  # who ceased to compete last
+        self.lifted: dict[tuple[Tenant, int], float] = {}
 
     @rule(
-        priority=st.integers(-1, 1),
+        priority=st.sampled_from(PRIORITIES),
         arrival=st.integers(0, 4),
         prompt_len=st.integers(1, 5),
         tenant=st.integers(0, 2),
@@ -130,6 +134,24 @@ class WaitingMachine(RuleBasedStateMachine):
     def clock(self, seconds: float) -> None:
         self.now += seconds
 
+    def service(self, tenant: Tenant, priority: int) -> float:
+        return tenant.service + self.lifted.get((tenant, priority), 0.0)
+
+    def settle(self) -> None:
+        """Who began to compete is lifted to the least served of those who did before."""
+        for priority, competing in self.competing.items():
+            wait = {seq.tenant for seq in self.model if seq.request.priority == priority}
+            for tenant in competing - wait | competing & self.aside:
+                competing.remove(tenant)
+                self.last[priority] = tenant
+            for tenant in wait - self.aside - competing:
+                others = competing or ({self.last[priority]} if priority in self.last else ())
+                floor = min((self.service(other, priority) for other in others), default=0.0)
+                service = self.service(tenant, priority)
+                if service < floor or (tenant, priority) not in self.lifted:
+                    self.lifted[tenant, priority] = floor - tenant.service
+                competing.add(tenant)
+
     def key(self, seq: Sequence) -> tuple[object, ...]:
         first = seq.latest_start if self.policy is Policy.DEADLINE else 0.0
         return (not seq.has_started, first, seq.request.arrival, seq.order)
@@ -144,7 +166,11 @@ class WaitingMachine(RuleBasedStateMachine):
                 head = min((seq for seq in can if seq.tenant is tenant), key=self.key, default=None)
                 if head is not None:
                     key = self.key(head)
-                    rank = (tenant.service, key[0], *key[2:]) if self.policy is Policy.FAIR else key
+                    rank = (
+                        (self.service(tenant, priority), key[0], *key[2:])
+                        if self.policy is Policy.FAIR
+                        else key
+                    )
                     best.append((rank, head))
             if best:
                 since = max(min(seq.waiting_since for seq in can), self.turn_at.get(priority, -math.inf))
@@ -161,6 +187,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
+        self.settle()
         assert len(self.queue) == len(self.model)
         assert set(self.queue) == set(self.model)
         assert self.queue.peek(self.now) is self.expected()
@@ -316,11 +343,11 @@ def test_what_is_set_aside_does_not_age_its_class(count: int) -> None:
 def test_under_fair_one_that_lost_its_place_waits_for_its_tenants_turn() -> None:
     queue = WaitingQueue(Policy.FAIR)
     served, other = (Tenant(name, TenantLimits()) for name in "ab")
-    served.num_output_tokens = 100
     back = waiting("back", 1, tenant=served)
     back.has_started = True
     for seq in (waiting("own", 2, tenant=served), waiting("new", 3, tenant=other), back):
         queue.push(seq)
+    served.num_output_tokens = 100
     names = []
     while (seq := queue.peek(0.0)) is not None:  # type: ignore[assignment]
         queue.admit(seq, 0.0)
