@@ -21,6 +21,7 @@ from typing import Protocol
 from scheduler import admitting, door, entrance, padding, policy, results, room
 from scheduler.batching import Batching
 from scheduler.counters import Counters, Outcome
+from scheduler.doubt import Doubt
 from scheduler.drain_rate import DrainRate
 from scheduler.executor_session import SessionBrokenError
 from scheduler.executor_state import ExecutorState
@@ -84,6 +85,7 @@ class SchedulerCore:
         self.waiting = WaitingQueue(self.limits.policy, self.limits.aging_seconds)
         self.lengths = LengthModel()
         self.drain_rate = DrainRate()
+        self.doubt = Doubt()
         self.clocks = ReasonClocks()
         self.inquiry = Inquiry()
         self.stranded = Stranded()

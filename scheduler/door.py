@@ -127,14 +127,14 @@ def _own_seats(core: "SchedulerCore", tenant: Tenant) -> int:
 
 
 def _check_hopeless(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -> None:
-    """Under the deadline policy, work that cannot be done in time is not begun."""
+    """Under the deadline policy, work that cannot be done in time is not begun (but see `doubt`)."""
     if core.limits.policy is not Policy.DEADLINE or request.deadline is None or request.deadline <= now:
         return
     num_waiting = len(core.waiting)
     wait = core.drain_rate.predicted_wait(num_waiting, now) if num_waiting else 0.0
     # The least it can take: its length is not known, and a short answer must not be refused for long ones.
     service = entrance.remaining_service(core, Sequence.of(request, tenant, NO_IDS, 0), num_new_tokens=1)
-    if now + service > request.deadline:
+    if now + service > request.deadline and core.doubt.may_refuse(now):
         left = request.deadline - now
         raise RefusedError(
             StatusCode.RESOURCE_EXHAUSTED,
