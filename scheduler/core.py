@@ -320,6 +320,7 @@ class SchedulerCore:
         if self.limits.max_step_us is not None and rows.rows:
             self._cut_to_step_time(state, rows)
         admitting.give_out(self, state, unfinished, rows, now, may_enter=may_enter)
+        self.drain_rate.queue_is(now, empty=not self.waiting)
         return self._plan(state, rows)
 
     def _may_send(self, state: ExecutorState, now: float) -> bool:
@@ -603,6 +604,8 @@ class SchedulerCore:
         """The one place where a sequence ends; whatever it holds goes back here."""
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
+            if not self.waiting:
+                self.drain_rate.queue_is(self._now, empty=True)
             self.stranded.waits_no_more(seq)
         else:
             self._end_running(self.executors[seq.executor_id], seq, finish, event)

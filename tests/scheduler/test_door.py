@@ -334,6 +334,60 @@ def test_hopeless_work_is_refused_early_with_the_times() -> None:
     h.submit("may be short", list(range(10)), 100, deadline=h.now + 0.005, ignore_eos=True)
 
 
+def with_steps_of(h: Harness, base_us: int, per_token_us: int) -> None:
+    """Computes until nobody is left; its steps take so long."""
+    while not h.core.is_idle:
+        while h.plan() is not None:
+            pass
+        if h.executor.plans:
+            h.executor.step_us = base_us + per_token_us * sum(h.executor.plans[0].num_tokens)
+            h.now += h.executor.step_us / 1e6
+            h.result()
+
+
+def test_a_long_prompt_is_not_refused_for_what_like_steps_took() -> None:
+    """One long answer alone: 1,600 steps of one token each say nothing of what 1,000 tokens cost."""
+    h = Harness(
+        limits(policy=Policy.DEADLINE),
+        num_blocks=512,
+        block_size=8,
+        max_num_batched_tokens=512,
+        max_seq_len=2048,
+    )
+    h.submit("before", list(range(64)), 4, ignore_eos=True)
+    with_steps_of(h, 20_000, 20)
+    h.submit("answer", [7], 1_600, ignore_eos=True)
+    with_steps_of(h, 20_000, 20)
+    start = h.now
+    h.submit("prompt", [i % 89 for i in range(1000)], 4, deadline=h.now + 0.2, ignore_eos=True)
+    with_steps_of(h, 20_000, 20)
+    assert h.now - start < 0.2
+    clock = h.core.executors[EXECUTOR].clock
+    clock.sent(h.core.executors[EXECUTOR].step_time.predict_us(512) / 1e6, h.now)  # type: ignore[operator]
+    assert clock.late_at(0.0) == pytest.approx(h.now + 20 * 0.03, rel=0.1), "a hang is seen in time"
+
+
+def test_what_a_prediction_refuses_is_tried_once_a_minute_and_so_put_right() -> None:
+    """The only wide step so far was slow by chance."""
+    h = Harness(
+        limits(policy=Policy.DEADLINE, prefix_caching=False), num_blocks=512, block_size=8, max_seq_len=1024
+    )
+    h.submit("slow", list(range(64)), 4, ignore_eos=True)
+    with_steps_of(h, 20_000, 100_000)
+    refusal(h, "long", 900, 4, deadline=h.now + 10.0, ignore_eos=True)
+    num_refused = num_taken = 0
+    for i in range(80):
+        h.now += 9.0
+        try:
+            h.submit(f"long{i}", list(range(900)), 4, deadline=h.now + 10.0, ignore_eos=True)
+            num_taken += 1
+        except RefusedError:
+            num_refused += 1
+        with_steps_of(h, 20_000, 20)
+    assert 6 <= num_refused < 40
+    assert num_taken > 40
+
+
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.FAIR])
 def test_only_the_deadline_policy_judges_what_is_hopeless(policy: Policy) -> None:
     h = warm(policy)
@@ -420,3 +474,19 @@ def test_who_asks_again_takes_the_place_of_the_one_that_lives_however_many_wait(
     assert first.finish is not None
     assert first.finish.reason is FinishReason.ABORT
     assert list(h.core.waiting) == [again]
+
+
+def test_after_a_quiet_time_nobody_is_told_to_wait_as_long_as_it_was_quiet() -> None:
+    h = Harness(limits(max_queued=4), num_blocks=512, block_size=4, max_num_seqs=4)
+    for i in range(30):  # one each 10 s, done at once
+        h.submit(f"quiet{i}", [1, 2], 4, ignore_eos=True)
+        h.run_to_end()
+        h.now += 10.0
+    for i in range(8):
+        h.submit(f"burst{i}", [3, i], 4, ignore_eos=True)
+    error = refusal(h, "one too many", 2, 4)
+    assert error.retry_after_seconds == 1.0, "nothing is known yet of how fast a queue drains"
+    while len(h.core.waiting) > 1:
+        h.step()
+        h.now += 0.01
+    assert h.core.drain_rate.predicted_wait(8, h.now) < 0.5
