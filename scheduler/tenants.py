@@ -18,6 +18,7 @@ from itertools import count
 INPUT_WEIGHT = 1.0  # virtual tokens for a prompt token computed
 OUTPUT_WEIGHT = 2.0  # for an output token
 _REMEMBERED_SECONDS = 60.0
+_ROUNDING_SECONDS = 3e-8  # of times up to a few years
 _SLACK = 64  # stale entries that are not worth sweeping
 
 
@@ -52,7 +53,9 @@ class RateLimiter:
         """How long until `amount` may be taken; more than a minute's worth waits for a full bucket."""
         self._fill(now)
         missing = min(amount, self.per_minute) - self.level
-        return max(0.0, missing * 60.0 / self.per_minute)
+        seconds = missing * 60.0 / self.per_minute
+        # Whoever comes after exactly the time told is let in, whatever sums of times round to.
+        return seconds if seconds > _ROUNDING_SECONDS else 0.0
 
     def take(self, amount: float, now: float) -> None:
         """Takes `amount`; an accepted request that comes again may leave a debt."""

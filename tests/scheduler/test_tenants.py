@@ -70,7 +70,7 @@ def test_never_more_is_let_through_than_a_full_bucket_and_what_has_flowed_in(
     per_minute=st.floats(0.5, 100_000),
     amount=st.floats(0.1, 200_000),
     debt=st.floats(0, 10_000),
-    now=st.floats(0, 1e6),
+    now=st.floats(0, 1e7),
 )
 def test_who_waits_as_long_as_told_is_let_through(
     per_minute: float, amount: float, debt: float, now: float
@@ -78,7 +78,7 @@ def test_who_waits_as_long_as_told_is_let_through(
     limiter = RateLimiter(per_minute)
     limiter.take(debt, now)
     wait = limiter.seconds_until(amount, now)
-    assert limiter.seconds_until(amount, now + wait) == pytest.approx(0.0, abs=1e-6)
+    assert limiter.seconds_until(amount, now + wait) == 0.0
     if wait > 0.01:
         assert limiter.seconds_until(amount, now + wait * 0.9) > 0
 
