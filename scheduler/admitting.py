@@ -30,7 +30,8 @@ def give_out(
 ) -> None:
     """Gives out the token budget: importance first, then the policy's order, then order of admission.
 
-    Who waits and is more important comes before the chunk of a long prompt; who is not, after it.
+    Who waits and is more important comes before the chunk of a long prompt; who is not, after it. Prompts
+    under way age like those who wait: the turn that one wins lasts until it is computed.
     """
     state.look_again_at = None
     state.num_queued_tokens = 0
@@ -48,10 +49,12 @@ def give_out(
     try:
         for seq in unfinished:
             if may_enter and alone is None:
-                _admit(core, state, rows, turn, now, before=seq.request.priority)
+                _admit(core, state, rows, turn, now, before=seq)
             if rows.budget <= 0:
                 break
             _chunk(core, seq, rows)
+        if rows.budget <= 0:
+            _give_turns(core, unfinished, rows, now)
         if may_enter and alone is None:
             _admit(core, state, rows, turn, now)
     finally:
@@ -64,11 +67,21 @@ def give_out(
 def _order(core: "SchedulerCore", unfinished: list[Sequence]) -> None:
     match core.limits.policy:
         case Policy.FCFS:
-            unfinished.sort(key=lambda seq: seq.request.priority)
+            unfinished.sort(key=lambda seq: seq.importance)
         case Policy.FAIR:
-            unfinished.sort(key=lambda seq: (seq.request.priority, core.waiting.service(seq)))
+            unfinished.sort(key=lambda seq: (seq.importance, core.waiting.service(seq)))
         case Policy.DEADLINE:
-            unfinished.sort(key=lambda seq: (seq.request.priority, seq.latest_start))
+            unfinished.sort(key=lambda seq: (seq.importance, seq.latest_start))
+
+
+def _give_turns(core: "SchedulerCore", unfinished: list[Sequence], rows: Rows, now: float) -> None:
+    """Whom the more important have kept from its tokens for too long comes first from the next step on."""
+    best = min((seq.importance for seq, _, _ in rows.filled), default=math.inf)
+    for seq in unfinished:
+        if seq.importance > best and seq.num_computed_tokens < seq.num_computable_tokens:
+            aged = core.waiting.aged_importance(seq, now)
+            if aged < best:
+                core.waiting.take_turn(seq, aged, now)
 
 
 def _admit(
@@ -77,11 +90,11 @@ def _admit(
     rows: Rows,
     turn: placement.Turn | None,
     now: float,
-    before: float = math.inf,
+    before: Sequence | None = None,
 ) -> None:
     """Lets the waiting enter, in their order, while seats, blocks and tokens last.
 
-    Only those of a better importance class than `before`.
+    Only those that are more important than `before`, whose prompt is under way.
 
     The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
     for ever. Two are passed over, since they wait for something of their own: a tenant at its own limit,
@@ -93,7 +106,7 @@ def _admit(
     while turn is None or not turn.is_over:
         may_be_left = state.made_way_for is None
         seq = state.made_way_for or core.recovery_pace.next(rows, core.waiting, now)
-        if seq is not None and seq.request.priority >= before:
+        if seq is not None and before is not None and not _passes(core, seq, before, now):
             return
         state.made_way_for = None
         if seq is not None and seq.latest_start < now and not seq.has_started:
@@ -103,8 +116,19 @@ def _admit(
         if reason is not None or seq is None:
             core.clocks.set(reason or Reason.QUEUED_FOR_STEP, now)
             return
-        if not _let_in(core, state, seq, rows, turn if may_be_left else None, now, follows=not fills_at_once):
+        giver = turn if may_be_left else None
+        if not _let_in(core, state, seq, rows, giver, now, follows=not fills_at_once, before=before):
             return
+
+
+def _passes(core: "SchedulerCore", seq: Sequence, under_way: Sequence, now: float) -> bool:
+    """Whether `seq`, the next one, enters before the next chunk of the prompt `under_way`.
+
+    Age counts against better classes alone.
+    """
+    if seq.request.priority > under_way.request.priority:
+        return core.waiting.importance(seq, now) < under_way.importance
+    return seq.request.priority < under_way.importance
 
 
 def _let_in(
@@ -116,6 +140,7 @@ def _let_in(
     now: float,
     *,
     follows: bool,
+    before: Sequence | None,
 ) -> bool:
     """Lets `seq` enter, or passes it over; False when those behind it must wait as well."""
     if turn is not None and turn.is_unsuited(seq):
@@ -135,7 +160,7 @@ def _let_in(
             if turn is not None and turn.give_away(seq, num_cached_tokens, now):
                 core.waiting.park(seq)
             else:
-                _place(core, state, seq, matched, rows, now)
+                _place(core, state, seq, matched, rows, now, before)
     return True
 
 
@@ -163,11 +188,21 @@ def _admit_alone(
 
 
 def _place(
-    core: "SchedulerCore", state: ExecutorState, seq: Sequence, matched: list[int], rows: Rows, now: float
+    core: "SchedulerCore",
+    state: ExecutorState,
+    seq: Sequence,
+    matched: list[int],
+    rows: Rows,
+    now: float,
+    before: Sequence | None = None,
 ) -> None:
-    """Admits `seq`: blocks for its whole context, the beginning of which was found in the cache."""
+    """Admits `seq`: blocks for its whole context, the beginning of which was found in the cache.
+
+    `before`: the prompt under way before whose next chunk it enters.
+    """
     blocks = state.blocks
-    core.waiting.admit(seq, now)
+    passes = before is not None and before.request.priority < seq.request.priority
+    core.waiting.admit(seq, now, passes=passes)
     num_cached_tokens = len(matched) * blocks.block_size
     if not seq.has_started:
         seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)

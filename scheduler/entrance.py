@@ -91,7 +91,7 @@ def _leader(state: ExecutorState, seq: Sequence, matched: list[int]) -> Sequence
     Nobody's who is less important: such a one gets its tokens after all others, and `seq` would as well.
     """
     leader = state.cache.leader_of(seq, len(matched))
-    return None if leader is None or leader.request.priority > seq.request.priority else leader
+    return None if leader is None or leader.importance > seq.request.priority else leader
 
 
 def _tenant_allows(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> bool:

@@ -2,8 +2,9 @@
 
 Importance class first (lower is served first), then the policy's order, then arrival. A class behind the best
 one improves by one for every `aging_seconds` that its oldest member has waited, so that nothing starves. What
-it wins by that is one turn: when one of its members has entered before somebody more important, it begins
-anew. So however many are aged, a class takes one seat in (difference + 1) * `aging_seconds` from the best.
+it wins by that is one turn: when one of its members has entered before somebody more important, or has got
+the rest of its prompt computed first (`admitting`), it begins anew. So however many are aged, a class takes
+one seat and one prompt in (difference + 1) * `aging_seconds` from the best.
 
     class 0 ─┬─ tenant a ─ heap of its sequences      the next one of a class is the head of the tenant whose
              └─ tenant b ─ heap of its sequences      turn it is: `fcfs`, `deadline`: the best head;
@@ -140,8 +141,6 @@ class _Class:
     is_recovering: bool
     by_turn: _TenantHeaps  # in order of service
     by_age: _TenantHeaps  # who has waited longest comes first
-    num_parked: int = 0  # members that are not served for now: while there are any, its turn is remembered
-    turn_at: float = -math.inf  # when one of it last entered before somebody more important
 
 
 def _by_key(_: Tenant, key: Key) -> Key:
@@ -165,6 +164,7 @@ class WaitingQueue:
         self._policy = policy
         self._aging_seconds = aging_seconds
         self._classes: dict[tuple[int, bool], _Class] = {}
+        self._turn_at: dict[int, float] = {}  # when each importance class last had a turn before a better one
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
         self._next_entry = 0
         self._aside: dict[Tenant, None] = {}  # tenants at a limit of their own
@@ -199,8 +199,7 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out, wherever it stands."""
         del self._entry_of[seq]
-        if seq in self.parked:
-            self._drop_parked(seq)
+        self.parked.pop(seq, None)
         num_tokens = len(seq.token_ids)
         self.num_tokens -= num_tokens
         seq.tenant.num_waiting -= 1
@@ -211,34 +210,43 @@ class WaitingQueue:
             self._contest(seq.request.priority).leave(seq.tenant)
         seq.tenant.num_waiting_tokens -= num_tokens
 
-    def admit(self, seq: Sequence, now: float) -> None:
-        """Takes out one that enters a batch. Passing somebody more important is its class's turn."""
-        self.remove(seq)
+    def admit(self, seq: Sequence, now: float, *, passes: bool = False) -> None:
+        """Takes out one that enters a batch. Passing somebody more important is its class's turn.
+
+        `passes`: it enters before the prompt of somebody more important that is under way.
+        """
         priority = seq.request.priority
-        classes = list(self._classes.values())
-        if any(better.priority < priority and self._head(better) is not None for better in classes):
-            for of_class in classes:
-                if of_class.priority == priority:
-                    of_class.turn_at = now
+        seq.importance = priority
+        if passes or any(
+            better.priority < priority and self._head(better) is not None
+            for better in list(self._classes.values())
+        ):
+            self.take_turn(seq, self.importance(seq, now), now)
+        self.remove(seq)
+
+    def take_turn(self, seq: Sequence, importance: float, now: float) -> None:
+        """The turn that its class has won is that of `seq`, until its prompt is computed."""
+        seq.importance = importance
+        self._turn_at[seq.request.priority] = now
 
     def park(self, seq: Sequence) -> None:
         """`seq` still waits, but is not served before `unpark`."""
         if seq not in self.parked:
             self._entry_of[seq] = _PARKED
             self.parked[seq] = None
-            self._classes[_class_of(seq)].num_parked += 1
 
     def unpark(self, seq: Sequence) -> bool:
         """Back into its place, if it still waits and was parked."""
         if self._entry_of.get(seq) != _PARKED:
             return False
-        self._drop_parked(seq)
+        del self.parked[seq]
         self._add_entry(seq)
         return True
 
-    def _drop_parked(self, seq: Sequence) -> None:
-        del self.parked[seq]
-        self._classes[_class_of(seq)].num_parked -= 1
+    def reorder(self, seq: Sequence) -> None:
+        """What decides about the place of `seq`, which waits, has changed."""
+        if seq not in self.parked:  # else it gets its place when it is served again
+            self._add_entry(seq)
 
     def set_aside(self, tenant: Tenant) -> None:
         """`tenant` is at a limit of its own: it is passed over until `recall`, and competes with nobody."""
@@ -310,18 +318,32 @@ class WaitingQueue:
 
         return min(heads, key=rank)[1]
 
+    def importance(self, seq: Sequence, now: float) -> float:
+        """What the priority of `seq`, which waits, is worth beside better ones, its class's age counted in."""
+        of_class = self._classes.get(_class_of(seq))  # nobody of it is served for now when there is none
+        return seq.request.priority - (0.0 if of_class is None else self._improvement(of_class, now))
+
+    def aged_importance(self, seq: Sequence, now: float) -> float:
+        """The same for one that has a seat, and waits for the rest of its prompt to be computed."""
+        priority = seq.request.priority
+        return priority - self._improvement_since(seq.waiting_since, priority, now)
+
     def _improvement(self, of_class: _Class, now: float) -> float:
         """By how many classes its oldest member's wait lifts this one, since it last had its turn."""
-        if self._aging_seconds is None:
-            return 0.0
         oldest = of_class.by_age.first()  # those left out whose tenant is at a limit of its own
         if oldest is None:
             return 0.0
-        return max(0.0, (now - max(oldest.waiting_since, of_class.turn_at)) // self._aging_seconds)
+        return self._improvement_since(oldest.waiting_since, of_class.priority, now)
+
+    def _improvement_since(self, waiting_since: float, priority: int, now: float) -> float:
+        if self._aging_seconds is None:
+            return 0.0
+        since = max(waiting_since, self._turn_at.get(priority, -math.inf))
+        return max(0.0, (now - since) // self._aging_seconds)
 
     def _head(self, of_class: _Class) -> Sequence | None:
         """The next of one class; one that is empty is forgotten."""
         head = of_class.by_turn.first()
-        if head is None and not of_class.by_turn and not of_class.num_parked:
+        if head is None and not of_class.by_turn:
             del self._classes[of_class.priority, of_class.is_recovering]
         return head

@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from scheduler.policy import Admission, Limits
-from scheduler.sequence import State
+from scheduler.sequence import Sequence, State
 from scheduler.waiting import Policy
 from tests.scheduler.harness import EXECUTOR, Harness
 
@@ -126,3 +126,87 @@ def test_aging_lets_the_worst_class_start_while_the_important_keep_coming() -> N
     assert None not in starts
     # Five classes apart: after six times 20 ms it stands before those that come now.
     assert 5 * 0.02 <= starts[0.02] <= 6 * 0.02 + 0.01
+
+
+# --- prompts take all tokens ----------------------------------------------------------------------------
+
+
+class PromptFlood:
+    """Prompts of the best class keep coming, more than the token budget can serve; seats are plenty."""
+
+    LENGTH = 200
+
+    def __init__(self, policy: Policy = Policy.FCFS) -> None:
+        limits = Limits(window=1, watermark=0.0, aging_seconds=1.0, prefix_caching=False, policy=policy)
+        self.h = Harness(
+            limits,
+            num_blocks=2048,
+            block_size=4,
+            max_num_seqs=32,
+            max_num_batched_tokens=BUDGET,
+            max_seq_len=8192,
+        )
+        self.rng = random.Random(1)
+        self.num_best = self.num_ended = 0
+
+    def submit(self, name: str, length: int = LENGTH, **fields: int) -> Sequence:
+        ids = [self.rng.randrange(90) for _ in range(length)]
+        return self.h.submit(name, ids, 1, ignore_eos=True, **fields)
+
+    def step(self) -> None:
+        """A step of the flood, which takes 50 ms."""
+        while self.h.core.waiting.counts.get((0, ""), 0) < 10:
+            self.submit(f"best{self.num_best}")
+            self.num_best += 1
+        for seq in self.h.step():
+            self.num_ended += seq.request.priority == 0
+            self.h.core.forget(seq)
+        self.h.now += 0.05
+
+    def until_done(self, seq: Sequence, most_seconds: float) -> float:
+        """How long `seq` takes from now on, seconds."""
+        start = self.h.now
+        while seq.state is not State.FINISHED:
+            self.step()
+            assert self.h.now - start <= most_seconds
+        return self.h.now - start
+
+
+@pytest.mark.parametrize("policy", [Policy.FCFS, Policy.FAIR])
+def test_what_an_aged_request_wins_is_its_whole_prompt_and_not_just_a_seat(policy: Policy) -> None:
+    flood = PromptFlood(policy)
+    for _ in range(10):
+        flood.step()
+    low = flood.submit("low", priority=2)
+    # (2 + 1) * 1 s until its turn, then four steps of 64 tokens behind what the step before had begun.
+    assert flood.until_done(low, 5.0) >= 3.0
+
+
+def test_a_prompt_that_the_flood_has_overtaken_in_its_seat_ages_there() -> None:
+    flood = PromptFlood()
+    low = flood.submit("low", priority=2)
+    flood.h.step()
+    assert low.num_computed_tokens == BUDGET, "it came first, and got a first chunk"
+    assert flood.until_done(low, 5.0) >= 3.0
+
+
+def test_prompts_of_a_worse_class_take_one_turn_after_the_other_from_the_best() -> None:
+    flood = PromptFlood()
+    low = [flood.submit(f"low{i}", priority=2) for i in range(40)]
+    for _ in range(600):
+        flood.step()
+    num_low = sum(seq.state is State.FINISHED for seq in low)
+    assert num_low == pytest.approx(30 / 3, abs=1), "one each (2 + 1) * 1 s, of 30 s"
+    assert flood.num_ended >= 0.9 * (600 * BUDGET / flood.LENGTH - num_low)
+
+
+def test_a_turn_that_was_won_is_not_lost_to_those_of_a_still_better_class_for_ever() -> None:
+    flood = PromptFlood()
+    low = flood.submit("low", 20 * flood.LENGTH, priority=2)
+    flood.h.now += 3.0
+    flood.step()
+    flood.step()
+    assert low.importance == -1, "better than those that came so far"
+    for i in range(300):
+        flood.submit(f"still better{i}", priority=-4)
+    assert flood.until_done(low, 12.0) >= 6.0
