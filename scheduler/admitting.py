@@ -229,11 +229,12 @@ def _place(
 
 
 def _chunk(core: "SchedulerCore", seq: Sequence, rows: Rows) -> None:
-    """Plans as many uncomputed tokens of `seq` as the budget allows; less when it recovers."""
+    """Plans as many uncomputed tokens of `seq` as the budget allows; less when it recovers beside others."""
     if not seq.is_recovering:
         rows.chunk(seq, rows.budget)
         return
-    limit = min(rows.budget, rows.recompute_budget) if rows.others_wait else rows.budget
+    shares = rows.best_other <= seq.importance
+    limit = min(rows.budget, rows.recompute_budget) if shares else rows.budget
     if core.inquiry:
         limit = min(limit, core.inquiry.num_harmless(seq) or limit)
     if limit > 0:

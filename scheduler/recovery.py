@@ -7,9 +7,10 @@ while others wait in their class or a better one
     of two seats in a row one at least goes to one of the others, and
     of a step's tokens that decoding leaves, recomputing gets half at most.
 
-While nobody else wants them, seats and tokens are all theirs. Pure.
+While nobody as important wants them, seats and tokens are all theirs. Pure.
 """
 
+import math
 from collections.abc import Iterable
 
 from scheduler.executor_state import ExecutorState
@@ -36,9 +37,14 @@ class RecoveryPace:
     ) -> None:
         """Decoding has its tokens: the rest of a plan's budget is about to be given out."""
         rows.recompute_budget = max(1, rows.budget // 2)
-        rows.others_wait = any(not seq.is_recovering for seq in unfinished) or (
-            len(state.running) < state.max_num_seqs and waiting.peek(now, skip_recovering=True) is not None
-        )
+        if not (waiting.has_recovering or any(seq.is_recovering for seq in unfinished)):
+            return
+        others = [seq.importance for seq in unfinished if not seq.is_recovering]
+        if len(state.running) < state.max_num_seqs:
+            newcomer = waiting.peek(now, skip_recovering=True)
+            if newcomer is not None:
+                others.append(waiting.importance(newcomer, now))
+        rows.best_other = min(others, default=math.inf)
 
     def next(self, rows: Rows, waiting: WaitingQueue, now: float) -> Sequence | None:
         """Who is served next."""

@@ -1,5 +1,7 @@
 """The columns of the plan that is being made. Pure; lives for one call of `schedule`."""
 
+import math
+
 from scheduler.plan import NewSequence
 from scheduler.sequence import Sequence
 
@@ -9,6 +11,7 @@ class Rows:
 
     __slots__ = (
         "admitted",
+        "best_other",
         "budget",
         "filled",
         "grown_seq_ids",
@@ -16,7 +19,6 @@ class Rows:
         "num_new_blocks",
         "num_samples",
         "num_tokens",
-        "others_wait",
         "outgrown",
         "positions_sum",
         "recompute_budget",
@@ -27,7 +29,7 @@ class Rows:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.recompute_budget = budget  # of it, for those that were lost with their executor
-        self.others_wait = False  # who would have the rest of it
+        self.best_other = math.inf  # importance of who would have the rest of it
         self.rows: list[Sequence] = []
         self.seq_ids: list[int] = []
         self.num_tokens: list[int] = []

@@ -319,7 +319,7 @@ class WaitingQueue:
         return min(heads, key=rank)[1]
 
     def importance(self, seq: Sequence, now: float) -> float:
-        """What the priority of `seq`, which waits, is worth beside better ones, its class's age counted in."""
+        """What the priority of `seq`, which waits, is worth beside better ones, its class's age counted."""
         of_class = self._classes.get(_class_of(seq))  # nobody of it is served for now when there is none
         return seq.request.priority - (0.0 if of_class is None else self._improvement(of_class, now))
 
@@ -327,6 +327,11 @@ class WaitingQueue:
         """The same for one that has a seat, and waits for the rest of its prompt to be computed."""
         priority = seq.request.priority
         return priority - self._improvement_since(seq.waiting_since, priority, now)
+
+    @property
+    def has_recovering(self) -> bool:
+        """Whether any that lost their executor may wait."""
+        return any(is_recovering for _, is_recovering in self._classes)
 
     def _improvement(self, of_class: _Class, now: float) -> float:
         """By how many classes its oldest member's wait lifts this one, since it last had its turn."""

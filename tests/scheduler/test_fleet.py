@@ -223,6 +223,23 @@ def test_recovery_has_everything_while_nobody_else_waits() -> None:
     assert fleet.plan("a")[0].num_tokens == [16]
 
 
+@pytest.mark.parametrize(("priority", "count"), [(5, 16), (1, 16), (0, 8), (-1, 0)])
+def test_recovery_shares_its_tokens_with_those_as_important_alone(priority: int, count: int) -> None:
+    fleet = Fleet(Limits(watermark=0.0, admission=Admission.OPTIMISTIC, window=1))
+    fleet.attach("a", max_num_batched_tokens=16, max_num_seqs=16)
+    lost = fleet.submit("lost", prompt(24, 1), 9)
+    while not lost.num_output_tokens:
+        fleet.turn()
+    fleet.lose("a")
+    fleet.attach("a", max_num_batched_tokens=16, max_num_seqs=16)
+    for number in range(2):
+        fleet.submit(f"r{number}", prompt(24, 2 + number), 3, priority=priority)
+    (plan,) = fleet.plan("a")
+    assert dict(zip(plan.rows, plan.num_tokens, strict=True)).get(lost, 0) == count
+    fleet.run()
+    fleet.check_outputs()
+
+
 def test_a_more_important_one_that_was_lost_is_not_held_up_by_the_pace() -> None:
     fleet = Fleet()
     fleet.attach("a", max_num_seqs=2)
