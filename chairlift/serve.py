@@ -58,7 +58,9 @@ class ServeSettings(Settings):
     tensor_parallel: int | None = Field(
         default=None, description="Processes of the executor, which share the model out among them."
     )
-    max_num_seqs: int | None = Field(default=None, description="Most sequences in a batch.")
+    max_num_seqs: int | None = Field(
+        default=None, description="Most sequences in a batch; never more than --max-num-batched-tokens."
+    )
     max_num_batched_tokens: int | None = Field(default=None, description="Most tokens in one step.")
     max_step_ms: float | None = Field(
         default=None, description="Wanted duration of a step while anything decodes, ms."

@@ -36,7 +36,12 @@ class ExecutorSettings(ServiceSettings):
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0.0, le=1.0, description="Share of a GPU's memory that the executor may fill."
     )
-    max_num_seqs: int = Field(default=256, ge=1, le=65_536, description="Most sequences in a step.")
+    max_num_seqs: int = Field(
+        default=256,
+        ge=1,
+        le=65_536,
+        description="Most sequences in a step. Schedulers seat no more than --max-num-batched-tokens.",
+    )
     max_num_batched_tokens: int | None = Field(
         default=None,
         ge=1,

@@ -50,7 +50,8 @@ class SchedulerSettings(ServiceSettings):
         default=None,
         ge=1,
         le=65_536,
-        description="Most sequences in a batch; default: the executor's own ceiling.",
+        description="Most sequences in a batch; default: the executor's own ceiling. Never more than the "
+        "token budget of a step.",
     )
     max_num_batched_tokens: int | None = Field(
         default=None,

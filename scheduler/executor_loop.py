@@ -90,6 +90,7 @@ class ExecutorLoop:
                     block_size=capacity.block_size,
                     max_num_seqs=capacity.max_num_seqs,
                     max_num_batched_tokens=capacity.max_num_batched_tokens,
+                    num_seats=self._scheduler.core.executors[executor_id].max_num_seqs,
                     row_invariant=capacity.row_invariant,
                 )
                 loss = Loss("the scheduler is shutting down")

@@ -79,9 +79,14 @@ class ExecutorState:
             fingerprint=capacity.model_fingerprint,
             is_on=limits.prefix_caching,
         )
-        self.max_num_seqs = min(capacity.max_num_seqs, limits.max_num_seqs or capacity.max_num_seqs)
         self.max_num_batched_tokens = min(
             capacity.max_num_batched_tokens, limits.max_num_batched_tokens or capacity.max_num_batched_tokens
+        )
+        # No more seats than a step has tokens: each who decodes has one, and who does not has what is left.
+        self.max_num_seqs = min(
+            capacity.max_num_seqs,
+            limits.max_num_seqs or capacity.max_num_seqs,
+            self.max_num_batched_tokens,
         )
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()

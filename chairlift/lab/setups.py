@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser, *, default_requests: int) -> None
         type=int,
         default=256,
         metavar="N",
-        help="most sequences in a batch (default: %(default)s)",
+        help="most sequences in a batch, and no more than tokens in a step (default: %(default)s)",
     )
     serving.add_argument(
         "--max-num-batched-tokens",

@@ -685,6 +685,21 @@ def test_a_request_level_batch_is_filled_at_once_whatever_the_token_budget() -> 
     h.check_outputs()
 
 
+@pytest.mark.parametrize("batching", [Batching.REQUEST, Batching.REQUEST_PADDED])
+def test_nobody_in_a_batch_waits_for_another_to_end(batching: Batching) -> None:
+    h = Harness(limits(1), batching, max_num_seqs=8, max_num_batched_tokens=4)
+    for i in range(12):
+        h.submit(f"r{i}", prompt(2, i), 30, ignore_eos=True)
+    for _ in range(100):
+        h.step()
+        running = list(h.core.executors[EXECUTOR].running.values())
+        lengths = [seq.num_output_tokens for seq in running if not seq.is_padding]
+        assert max(lengths, default=0) - min(lengths, default=0) <= 4
+        assert len(running) <= 4
+    h.run_to_end()
+    h.check_outputs()
+
+
 def test_b05_a_lone_request_that_lost_its_executor_needs_no_other_event_to_resume() -> None:
     h = Harness(limits(1))
     seq = h.submit("A", prompt(6), 10, ignore_eos=True)

@@ -250,6 +250,20 @@ def test_b07_the_important_do_not_wait_for_room_that_the_less_important_hold(adm
     h.check_outputs()
 
 
+@ADMISSIONS
+def test_b07_a_small_token_budget_is_no_refuge_from_the_more_important(admission: Admission) -> None:
+    h = Harness(
+        limits(admission=admission), num_blocks=512, block_size=4, max_num_seqs=8, max_num_batched_tokens=4
+    )
+    low_ones(h, 4, length=2, max_tokens=200)
+    high = h.submit("high", prompt(1, 50), 4, ignore_eos=True)
+    h.step()
+    h.step()
+    assert high.num_output_tokens
+    h.run_to_end()
+    h.check_outputs()
+
+
 def test_nobody_makes_way_whose_blocks_the_head_would_only_share() -> None:
     """Of the four blocks of `low`, three are the head's own beginning: its leaving would free one."""
     h = Harness(limits(admission=Admission.OPTIMISTIC), num_blocks=9, block_size=16)

@@ -29,6 +29,17 @@ def test_what_the_operator_leaves_open_is_the_executors_ceiling() -> None:
     assert (silent.max_num_seqs, silent.max_num_batched_tokens, silent.blocks.num_blocks) == (8, 64, 64)
 
 
+@pytest.mark.parametrize(
+    ("executors", "operators", "expected"),
+    [(4, None, 4), (64, 4, 4), (64, 7, 7), (8, None, 8), (64, None, 8)],
+)
+def test_there_are_no_more_seats_than_a_step_has_tokens(
+    executors: int, operators: int | None, expected: int
+) -> None:
+    limits = Limits(max_num_batched_tokens=operators)
+    assert state(limits, max_num_batched_tokens=executors).max_num_seqs == expected
+
+
 @pytest.mark.parametrize(("num_blocks", "expected"), [(10, 40), (64, 256), (100, 256)])
 def test_b01_the_longest_sequence_is_bound_by_the_model_or_by_the_blocks_in_use(
     num_blocks: int, expected: int
