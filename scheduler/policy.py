@@ -5,7 +5,8 @@ are tested with integers. The order of those who wait is `waiting`'s; this is ab
 
 - Every running sequence with one token to compute (it decodes) comes before those with more (they catch up on
   prompts in chunks). So a long prompt never stalls running streams.
-- Out of blocks, the victim is the cheapest to recompute among the least important.
+- Out of blocks, the victim is the cheapest to recompute among the least important. While a less important one
+  has not got anywhere yet, nobody goes: it is about to, and holds all the blocks that it needs for that.
 - A waiting request displaces running ones only if it is strictly more important, they have got somewhere
   since they were admitted, and what is thrown away is in proportion to what is won.
 - Nobody is thrown out twice without a token in between.
@@ -88,14 +89,16 @@ def victim(
     recompute_tokens: Callable[[Sequence], int],
     num_freed: Callable[[Sequence], int],
 ) -> Sequence | None:
-    """Whom to preempt for blocks, or None when everybody has only just come.
+    """Whom to preempt for blocks, or None when the least important have only just come.
 
     A padding row goes first; then the least important, the cheapest to recompute among them, the latest of
     those. `recompute_tokens` tells what its own blocks hold: shared ones will be found again. `num_freed`
     tells how many blocks come free: who frees none is spared while anybody frees some.
     """
-    candidates = [seq for seq in running if seq.has_progressed or seq.is_padding]
-    return max(
+    candidates, spared = [], []
+    for seq in running:
+        (candidates if seq.has_progressed or seq.is_padding else spared).append(seq)
+    chosen = max(
         [seq for seq in candidates if num_freed(seq)] or candidates,
         key=lambda seq: (
             seq.is_padding,
@@ -106,6 +109,10 @@ def victim(
         ),
         default=None,
     )
+    if chosen is None or chosen.is_padding:
+        return chosen
+    less_important = (seq for seq in spared if seq.request.priority > chosen.request.priority)
+    return None if any(map(num_freed, less_important)) else chosen
 
 
 def worth(head: Sequence) -> int:

@@ -20,7 +20,7 @@ def preempt_for_growth(core: "SchedulerCore", state: ExecutorState) -> bool:
     """Preempts until every decoding sequence can grow.
 
     When nobody may be preempted, those left without a block are put off while the newcomers win their first
-    token.
+    token. That comes: they have the blocks for it, and a step has tokens for more than those who decode.
     """
     while True:
         short = sum(seq.needs_block for seq in state.running.values()) - state.blocks.num_free

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import grpc
-
 from structlog.testing import capture_logs
 
 from protos.v1 import executor_pb2, executor_pb2_grpc
@@ -110,8 +109,10 @@ async def test_each_missing_executor_has_its_own_reason_and_says_it_once(shell: 
 
 async def test_the_log_tells_how_many_seats_an_executor_has() -> None:
     with capture_logs() as logs:
-        async with running_shell(Limits(watermark=0.0, max_num_batched_tokens=3)) as shell:
-            async with serving_executor(ObedientExecutor(), shell.executor_address):
-                await until(lambda: shell.core.executors)
+        async with (
+            running_shell(Limits(watermark=0.0, max_num_batched_tokens=3)) as shell,
+            serving_executor(ObedientExecutor(), shell.executor_address),
+        ):
+            await until(lambda: shell.core.executors)
     (entry,) = [entry for entry in logs if entry["event"] == "executor_attached"]
     assert entry["max_num_seqs"] > entry["num_seats"] == 3

@@ -48,14 +48,15 @@ def test_the_victim_is_the_cheapest_of_the_least_important_that_got_somewhere(me
     chosen = victim(seqs, cost, lambda _: 1)
     candidates = [seq for seq in seqs if seq.has_progressed or seq.is_padding]
     if chosen is None:
-        assert not candidates
+        newcomers = [seq.request.priority for seq in seqs if seq not in candidates]
+        assert not candidates or max(newcomers) > max(seq.request.priority for seq in candidates)
         return
     assert chosen in candidates
     if any(seq.is_padding for seq in candidates):
         assert chosen.is_padding
         return
     least = max(seq.request.priority for seq in candidates)
-    assert chosen.request.priority == least
+    assert chosen.request.priority == least == max(seq.request.priority for seq in seqs)
     peers = [seq for seq in candidates if seq.request.priority == least]
     assert cost(chosen) == min(map(cost, peers))
     ties = [seq for seq in peers if cost(seq) == cost(chosen)]
@@ -76,6 +77,18 @@ def test_b06_those_who_have_only_just_come_are_spared() -> None:
     assert victim([running("a"), running("b", 2)], lambda _: 1, lambda _: 1) is None
     assert victim([], lambda _: 1, lambda _: 1) is None
     assert victim([running("a"), running("b", 2, won=1)], lambda _: 1, lambda _: 1) is not None
+
+
+def test_nobody_goes_while_a_less_important_one_has_only_just_come() -> None:
+    best, worst = running("best", 1, won=5, priority=0), running("worst", 2, priority=5)
+    assert victim([best, worst], lambda _: 1, lambda _: 1) is None
+    assert victim([best, worst], lambda _: 1, {best: 1, worst: 0}.__getitem__) is best, (
+        "it would free nothing"
+    )
+    assert victim([best, running("worst", 2, won=1, priority=5)], lambda _: 1, lambda _: 1) is not best
+    pad = running("pad", 3, priority=0)
+    pad.is_padding = True
+    assert victim([best, worst, pad], lambda _: 1, lambda _: 1) is pad
 
 
 def test_what_would_be_found_again_costs_nothing_so_its_owner_goes_first() -> None:

@@ -259,6 +259,36 @@ def test_under_pressure_only_the_optimistic_preempt_much_and_a_reservation_never
         assert h.core.counters.preemptions >= 10, "the load presses"
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("admission", [Admission.FORECAST, Admission.OPTIMISTIC])
+def test_nobody_goes_for_want_of_blocks_before_a_less_important_one_that_has_just_come(
+    admission: Admission, seed: int
+) -> None:
+    """Those short of a block are put off meanwhile, and not for long: the newcomer's prompt is computed."""
+    rng = random.Random(seed)
+    limits = Limits(admission=admission, watermark=0.0, window=rng.choice([1, 2]))
+    h = Harness(limits, num_blocks=30, block_size=4, max_num_seqs=8, max_num_batched_tokens=8)
+    state = h.core.executors[EXECUTOR]
+    for i in range(60):
+        length, priority = rng.randrange(1, 60), rng.choice([0, 0, 2, 5])
+        h.submit(f"r{i}", prompt(length, i), rng.randrange(1, 40), priority=priority, ignore_eos=True)
+    num_before = idle = won_before = 0
+    while not h.core.is_idle:
+        newcomers = [seq for seq in state.running.values() if not seq.has_progressed]
+        h.step()
+        if h.core.counters.preemptions > num_before:
+            num_before = h.core.counters.preemptions
+            gone = [leaver.seq for leaver in h.plans[-1].left if leaver.reason is None]
+            staying = [seq for seq in newcomers if seq in h.plans[-1].rows and seq.executor_id]
+            for seq in gone:
+                assert not any(other.request.priority > seq.request.priority for other in staying)
+        won = sum(seq.num_output_tokens for seq in h.sequences.values())
+        idle, won_before = (idle + 1 if won == won_before else 0), won
+        assert idle <= 120 / 8 + 5, "longer than all prompts that fit take together"
+    assert num_before >= 1, "the load presses"
+    h.check_outputs()
+
+
 # --- 5. chunked prefill ---------------------------------------------------------------------------------
 
 
