@@ -170,9 +170,8 @@ def _put_behind(core: "SchedulerCore", seq: Sequence) -> None:
     Served before them, as least slack would have it, it would make them late as well. It is not given up:
     the estimate may be wrong, and a seat may be free.
     """
-    core.waiting.remove(seq)
     seq.latest_start = math.inf
-    core.waiting.push(seq)
+    core.waiting.reorder(seq)
 
 
 def _admit_alone(

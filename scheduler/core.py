@@ -117,9 +117,8 @@ class SchedulerCore:
             door.check_same_body(live.request, request)
             if _continues(live, request, output_token_ids):
                 live.orphaned_until = None
-                if live.request.deadline != request.deadline:  # its client's new call has a new one
-                    live.request = replace(live.request, deadline=request.deadline)
-                    self._timers.watch(live, len(self.sequences))
+                if live.request.deadline != request.deadline:
+                    self._renew(live, request.deadline)
                 return live
         tenant = self.tenants.get(request.tenant, now)
         try:
@@ -132,6 +131,14 @@ class SchedulerCore:
                 self._end(live, Finish(FinishReason.ABORT), Event.ABORT)
             self.forget(live)
         return self._take_in(Sequence.of(request, tenant, output_token_ids, self._num_submitted + 1), now)
+
+    def _renew(self, seq: Sequence, deadline: float | None) -> None:
+        """The new call of its client has a new deadline."""
+        seq.request = replace(seq.request, deadline=deadline)
+        seq.latest_start = entrance.latest_start(self, seq)
+        if seq.state is State.WAITING:
+            self.waiting.reorder(seq)
+        self._timers.watch(seq, len(self.sequences))
 
     def _take_in(self, seq: Sequence, now: float) -> Sequence:
         request = seq.request

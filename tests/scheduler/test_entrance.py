@@ -354,6 +354,34 @@ def test_the_latest_start_is_the_deadline_less_the_measured_service_and_its_marg
     assert 50.0 - seq.latest_start == pytest.approx(entrance.SERVICE_MARGIN * service, rel=0.01)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_under_the_deadline_policy_a_call_that_is_made_again_has_its_new_place(is_late: bool) -> None:
+    h = Harness(limits(policy=Policy.DEADLINE), max_num_seqs=1)
+    running = h.submit("running", prompt(4), 40, ignore_eos=True)
+    for _ in range(5):
+        h.step()
+    first = h.submit("first", prompt(4, 1), 4, ignore_eos=True, deadline=h.now + 1.0)
+    others = [
+        h.submit(f"r{i}", prompt(4, 2 + i), 4, ignore_eos=True, deadline=h.now + 50.0) for i in range(2)
+    ]
+    if is_late:
+        h.now += 0.9999  # too late to be done in the second it had: it is put behind all others
+        h.core.cancel(running.request.key, FinishReason.ABORT, h.now)
+        h.step()
+        assert others[0].state is State.RUNNING
+    again = h.core.submit(
+        h.request("first", prompt(4, 1), 4, ignore_eos=True, deadline=h.now + 20.0), now=h.now
+    )
+    assert again is first
+    started = []
+    while first.state is not State.FINISHED:
+        h.step()
+        started += [seq for seq in [first, *others] if seq.has_started and seq not in started]
+    assert started.index(first) == (1 if is_late else 0)
+    h.core.submit(h.request("r1", prompt(4, 3), 4, ignore_eos=True), now=h.now)
+    assert others[1].latest_start == float("inf"), "it has no deadline any more"
+
+
 def test_under_the_deadline_policy_least_slack_goes_first() -> None:
     h = Harness(limits(policy=Policy.DEADLINE), max_num_seqs=1)
     h.submit("runs", [1], 3, ignore_eos=True)

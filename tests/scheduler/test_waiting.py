@@ -91,6 +91,13 @@ class WaitingMachine(RuleBasedStateMachine):
         self.model.append(seq)
 
     @precondition(lambda self: self.model)
+    @rule(data=st.data(), latest_start=st.sampled_from([math.inf, 1.0, 2.0, 3.0]))
+    def reorder(self, data: st.DataObject, latest_start: float) -> None:
+        seq = data.draw(st.sampled_from(self.model))
+        seq.latest_start = latest_start
+        self.queue.reorder(seq)
+
+    @precondition(lambda self: self.model)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.model))
