@@ -11,6 +11,7 @@ from scheduler import entrance, placement
 from scheduler.batching import Batching
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Reason
+from scheduler.recovery import recompute_budget
 from scheduler.rows import Rows
 from scheduler.sequence import Event, Sequence
 from scheduler.waiting import Policy
@@ -105,13 +106,10 @@ def _admit(
     fills_at_once = core.batching is not Batching.ITERATION
     while turn is None or not turn.is_over:
         may_be_left = state.made_way_for is None
-        seq = state.made_way_for or core.recovery_pace.next(rows, core.waiting, now)
+        seq = state.made_way_for or next_one(core, now, may_recompute=rows.recompute_budget > 0)
         if seq is not None and before is not None and not _passes(core, seq, before, now):
             return
         state.made_way_for = None
-        if seq is not None and seq.latest_start < now and not seq.has_started:
-            _put_behind(core, seq)
-            continue
         reason = entrance.obstacle(state, seq, has_budget=rows.budget > 0 or fills_at_once)
         if reason is not None or seq is None:
             core.clocks.set(reason or Reason.QUEUED_FOR_STEP, now)
@@ -119,6 +117,41 @@ def _admit(
         giver = turn if may_be_left else None
         if not _let_in(core, state, seq, rows, giver, now, follows=not fills_at_once, before=before):
             return
+
+
+def next_one(core: "SchedulerCore", now: float, *, may_recompute: bool = True) -> Sequence | None:
+    """Who is served next, of all that wait.
+
+    Those that are too late to be done in time, as far as anybody can tell, are put behind those that are not:
+    served before them, as least slack would have it, they would make them late as well. They are not given
+    up: the estimate may be wrong, and a seat may be free.
+    """
+    while True:
+        seq = core.recovery_pace.next(core.waiting, now, may_recompute=may_recompute)
+        if seq is None or seq.latest_start >= now or seq.has_started:
+            return seq
+        seq.latest_start = math.inf
+        core.waiting.reorder(seq)
+
+
+def tokens_left_to(core: "SchedulerCore", state: ExecutorState, head: Sequence, now: float) -> int:
+    """What those who decode, and prompts under way that come first, leave of the next plan to `head`.
+
+    It waits, and if no seat is free it has that of one who decodes.
+    """
+    num_decoding, num_before, num_recovering = 0, 0, 0
+    for seq in state.running.values():
+        count = seq.num_computable_tokens - seq.num_computed_tokens
+        if count == 1:
+            num_decoding += 1
+        elif count > 1 and not _passes(core, head, seq, now):
+            if seq.is_recovering and not head.is_recovering and seq.importance == head.request.priority:
+                num_recovering += count
+            else:
+                num_before += count
+    num_decoding -= len(state.running) >= state.max_num_seqs
+    left = state.tokens_beside(num_decoding, core.limits.max_step_us)
+    return left - num_before - min(num_recovering, recompute_budget(left))
 
 
 def _passes(core: "SchedulerCore", seq: Sequence, under_way: Sequence, now: float) -> bool:
@@ -162,16 +195,6 @@ def _let_in(
             else:
                 _place(core, state, seq, matched, rows, now, before)
     return True
-
-
-def _put_behind(core: "SchedulerCore", seq: Sequence) -> None:
-    """`seq` is too late to be done in time, as far as anybody can tell: those who are not go first.
-
-    Served before them, as least slack would have it, it would make them late as well. It is not given up:
-    the estimate may be wrong, and a seat may be free.
-    """
-    seq.latest_start = math.inf
-    core.waiting.reorder(seq)
 
 
 def _admit_alone(

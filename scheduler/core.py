@@ -325,7 +325,7 @@ class SchedulerCore:
         state.entering_padding = []
         unfinished = self._decode_rows(state, rows)
         if self.limits.max_step_us is not None and rows.rows:
-            self._cut_to_step_time(state, rows)
+            rows.budget = state.tokens_beside(len(rows.rows), self.limits.max_step_us)
         admitting.give_out(self, state, unfinished, rows, now, may_enter=may_enter)
         self.drain_rate.queue_is(now, empty=not self.waiting)
         return self._plan(state, rows)
@@ -419,17 +419,6 @@ class SchedulerCore:
             rows.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
         rows.num_new_blocks = [1] * len(growing)
         rows.new_block_ids = block_ids
-
-    def _cut_to_step_time(self, state: ExecutorState, rows: Rows) -> None:
-        """While anything decodes, chunks may only fill the wanted step duration.
-
-        They never fall below one block of tokens: newcomers get on even where decoding alone takes longer.
-        """
-        assert self.limits.max_step_us is not None
-        within = state.step_time.tokens_within(self.limits.max_step_us)
-        if within is not None:
-            room = max(within - len(rows.rows), state.blocks.block_size)
-            rows.budget = min(rows.budget, room)
 
     def find_place(self, state: ExecutorState, seq: Sequence, *, follows: bool) -> entrance.Found:
         """Whether `seq`, the next one, may enter; with `follows`, it may wait for a prefix under way."""

@@ -150,6 +150,18 @@ class ExecutorState:
         num_shared = len(seq.block_table) - self.num_freed(seq)
         return max(0, seq.num_computed_tokens - num_shared * self.blocks.block_size)
 
+    def tokens_beside(self, num_decoding: int, max_step_us: float | None) -> int:
+        """Tokens that a step has for prompts beside so many sequences that decode.
+
+        While anything decodes, chunks may only fill the wanted duration of a step, `max_step_us`. They never
+        fall below one block of tokens: newcomers get on even where decoding alone takes longer.
+        """
+        left = self.max_num_batched_tokens - num_decoding
+        if max_step_us is None or not num_decoding:
+            return left
+        within = self.step_time.tokens_within(max_step_us)
+        return left if within is None else min(left, max(within - num_decoding, self.blocks.block_size))
+
     def suits(self, seq: Sequence) -> bool:
         """Whether `seq` can ever be computed here."""
         return seq.max_len <= self.max_total_tokens and seq.request.needs <= self.capacity.features

@@ -95,7 +95,8 @@ def victim(
     those. `recompute_tokens` tells what its own blocks hold: shared ones will be found again. `num_freed`
     tells how many blocks come free: who frees none is spared while anybody frees some.
     """
-    candidates, spared = [], []
+    candidates: list[Sequence] = []
+    spared: list[Sequence] = []  # they have only just come
     for seq in running:
         (candidates if seq.has_progressed or seq.is_padding else spared).append(seq)
     chosen = max(

@@ -19,6 +19,11 @@ from scheduler.sequence import Sequence
 from scheduler.waiting import WaitingQueue
 
 
+def recompute_budget(num_tokens: int) -> int:
+    """How many of the tokens that decoding leaves may recover what was lost, while others want them."""
+    return max(1, num_tokens // 2)
+
+
 class RecoveryPace:
     """How seats and tokens are shared between recovering sequences and the others, on all executors."""
 
@@ -36,7 +41,7 @@ class RecoveryPace:
         now: float,
     ) -> None:
         """Decoding has its tokens: the rest of a plan's budget is about to be given out."""
-        rows.recompute_budget = max(1, rows.budget // 2)
+        rows.recompute_budget = recompute_budget(rows.budget)
         if not (waiting.has_recovering or any(seq.is_recovering for seq in unfinished)):
             return
         others = [seq.importance for seq in unfinished if not seq.is_recovering]
@@ -46,12 +51,12 @@ class RecoveryPace:
                 others.append(waiting.importance(newcomer, now))
         rows.best_other = min(others, default=math.inf)
 
-    def next(self, rows: Rows, waiting: WaitingQueue, now: float) -> Sequence | None:
-        """Who is served next."""
+    def next(self, waiting: WaitingQueue, now: float, *, may_recompute: bool) -> Sequence | None:
+        """Who is served next; `may_recompute`: tokens are left to those that recover."""
         head = waiting.peek(now)
         if head is None or not head.is_recovering:
             return head
-        if self._had_last_seat or rows.recompute_budget <= 0:
+        if self._had_last_seat or not may_recompute:
             other = waiting.peek(now, skip_recovering=True)
             if other is not None and other.request.priority <= head.request.priority:
                 return other

@@ -7,7 +7,7 @@ Waiting for the result leaves the executor idle for a moment; a needless victim 
 
 from typing import TYPE_CHECKING
 
-from scheduler import draining, entrance, placement, policy
+from scheduler import admitting, draining, entrance, placement, policy
 from scheduler.batching import Batching
 from scheduler.executor_state import ExecutorState
 from scheduler.sequence import Sequence
@@ -63,7 +63,7 @@ def displace_for_next(core: "SchedulerCore", state: ExecutorState, now: float) -
     if core.batching is not Batching.ITERATION or state.is_draining:
         return True
     least = state.least_important
-    head = core.waiting.peek(now) if least is not None else None
+    head = admitting.next_one(core, now) if least is not None else None
     if head is None or least is None or head.request.priority >= least:
         return True
     if not state.suits(head) or any(
@@ -72,6 +72,8 @@ def displace_for_next(core: "SchedulerCore", state: ExecutorState, now: float) -
         return True  # another executor has room for it
     if core.inquiry and core.inquiry.only_these(core, state, now) is not None:
         return True  # it could not enter
+    if admitting.tokens_left_to(core, state, head, now) <= 0:
+        return True  # it would get its seat and none of the tokens: a later step has some
     chosen = entrance.who_makes_way(core, state, head)
     if chosen and state.session.num_unanswered:
         return False

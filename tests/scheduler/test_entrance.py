@@ -200,16 +200,20 @@ def test_b07_the_more_important_enters_with_the_plan_for_which_somebody_made_way
 
 
 @ADMISSIONS
+@pytest.mark.parametrize(("policy", "budget"), [(Policy.FCFS, 512), (Policy.FCFS, 9), (Policy.DEADLINE, 9)])
 @pytest.mark.parametrize("seed", range(12))
-def test_nobody_makes_way_without_the_head_entering_for_it(admission: Admission, seed: int) -> None:
+def test_nobody_makes_way_without_the_head_entering_for_it(
+    admission: Admission, policy: Policy, budget: int, seed: int
+) -> None:
     rng = random.Random(seed)
     h = Harness(
-        limits(admission=admission, tenants={"t": TenantLimits(max_blocks=8)}),
+        limits(admission=admission, policy=policy, tenants={"t": TenantLimits(max_blocks=8)}),
         num_blocks=rng.randrange(16, 40),
         block_size=4,
         max_num_seqs=6,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=budget,
     )
+    num_displacements = 0
     for i in range(60):
         length = rng.randrange(1, 40)
         h.submit(
@@ -219,11 +223,15 @@ def test_nobody_makes_way_without_the_head_entering_for_it(admission: Admission,
             priority=rng.randrange(4),
             tenant=rng.choice(["", "t"]),
             ignore_eos=True,
+            deadline=h.now + rng.choice([1.0, 5.0, 1000.0]),
         )
         for _ in range(rng.randrange(6)):
             before = h.core.counters.displacements
+            h.executor.step_us = 100_000
             h.step()
+            h.now += 0.1
             if h.core.counters.displacements > before:
+                num_displacements += 1
                 plan = h.plans[-1]
                 entered = {new.seq_id for new in plan.admitted}
                 assert entered
@@ -236,6 +244,44 @@ def test_nobody_makes_way_without_the_head_entering_for_it(admission: Admission,
                 assert all(seq.request.priority > best for seq in displaced)
     h.run_to_end()
     h.check_outputs()
+
+
+def test_nobody_makes_way_before_the_step_in_which_the_head_has_tokens() -> None:
+    """A prompt that comes before it takes the whole budget: until then its victim goes on."""
+    h = Harness(
+        limits(aging_seconds=None),
+        num_blocks=512,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_seq_len=1024,
+    )
+    low_ones(h, 3, max_tokens=100)
+    h.submit("long", prompt(300, 90), 4, ignore_eos=True)
+    h.step()
+    head = h.submit("head", prompt(3, 80), 4, ignore_eos=True)
+    while head.state is State.WAITING:
+        assert h.core.counters.displacements == 0
+        h.step()
+        assert len(h.core.executors[EXECUTOR].running) == 4, "no seat is empty"
+    assert h.core.counters.displacements == 1
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_nobody_makes_way_for_one_that_is_put_behind_as_too_late() -> None:
+    everybody = limits(policy=Policy.DEADLINE, admission=Admission.OPTIMISTIC)
+    h = Harness(everybody, num_blocks=32, block_size=4, max_num_seqs=2)
+    low = h.submit("low", prompt(2), 60, priority=5, ignore_eos=True)
+    h.submit("high", prompt(40, 50), 60, ignore_eos=True)
+    for _ in range(15):
+        h.step()
+    late = h.submit("late", prompt(1, 51), 30, ignore_eos=True, deadline=h.now + 50)
+    late.latest_start = h.now - 1.0  # as if it had waited until it was too late
+    h.submit("too big as yet", prompt(100, 52), 20, ignore_eos=True, deadline=h.now + 100)
+    h.step()
+    assert low.state is State.RUNNING
+    assert h.core.counters.displacements == 0
 
 
 @ADMISSIONS
