@@ -76,13 +76,17 @@ def _order(core: "SchedulerCore", unfinished: list[Sequence]) -> None:
 
 
 def _give_turns(core: "SchedulerCore", unfinished: list[Sequence], rows: Rows, now: float) -> None:
-    """Whom the more important have kept from its tokens for too long comes first from the next step on."""
-    best = min((seq.importance for seq, _, _ in rows.filled), default=math.inf)
+    """Whom better classes have kept from its tokens for too long comes before them from the next step on."""
+    served: dict[int, float] = {}  # the best importance in each class
+    for seq, _, _ in rows.filled:
+        served[seq.request.priority] = min(seq.importance, served.get(seq.request.priority, math.inf))
     for seq in unfinished:
-        if seq.importance > best and seq.num_computed_tokens < seq.num_computable_tokens:
-            aged = core.waiting.aged_importance(seq, now)
-            if aged < best:
-                core.waiting.take_turn(seq, aged, now)
+        if seq.num_computed_tokens == seq.num_computable_tokens:
+            continue
+        priority = seq.request.priority
+        best = min((importance for other, importance in served.items() if other < priority), default=math.inf)
+        if seq.importance > best and (aged := core.waiting.aged_importance(seq, now)) < best:
+            core.waiting.take_turn(seq, aged, now)
 
 
 def _admit(

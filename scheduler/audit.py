@@ -66,6 +66,8 @@ def _check_executor(state: ExecutorState) -> None:
         raise AuditError(f"{len(state.running)} sequences run, {state.max_num_seqs} may")
     if state.session.num_unanswered > state.session.window:
         raise AuditError(f"{state.session.num_unanswered} plans unanswered, {state.session.window} may be")
+    if state.made_way_for is not None:
+        raise AuditError(f"somebody made way for {state.made_way_for}, who was not asked in that plan")
     for seq_id, seq in state.running.items():
         _require(seq.seq_id == seq_id and seq.state is State.RUNNING, "runs under a wrong name", seq)
         _require(seq.num_slots == len(seq.block_table) * state.blocks.block_size, "miscounts its slots", seq)

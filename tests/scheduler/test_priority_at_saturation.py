@@ -136,7 +136,8 @@ class PromptFlood:
 
     LENGTH = 200
 
-    def __init__(self, policy: Policy = Policy.FCFS) -> None:
+    def __init__(self, policy: Policy = Policy.FCFS, num_waiting: int = 10) -> None:
+        self.num_waiting = num_waiting
         limits = Limits(window=1, watermark=0.0, aging_seconds=1.0, prefix_caching=False, policy=policy)
         self.h = Harness(
             limits,
@@ -155,12 +156,18 @@ class PromptFlood:
 
     def step(self) -> None:
         """A step of the flood, which takes 50 ms."""
-        while self.h.core.waiting.counts.get((0, ""), 0) < 10:
+        while self.h.core.waiting.counts.get((0, ""), 0) < self.num_waiting:
             self.submit(f"best{self.num_best}")
             self.num_best += 1
         for seq in self.h.step():
             self.num_ended += seq.request.priority == 0
             self.h.core.forget(seq)
+        running = list(self.h.core.executors[EXECUTOR].running.values())
+        best = min([seq.request.priority for seq in [*running, *self.h.core.waiting]])
+        for seq in running:
+            assert seq.importance == seq.request.priority or best < seq.request.priority, (
+                "age counts against better classes alone"
+            )
         self.h.now += 0.05
 
     def until_done(self, seq: Sequence, most_seconds: float) -> float:
@@ -173,8 +180,11 @@ class PromptFlood:
 
 
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.FAIR])
-def test_what_an_aged_request_wins_is_its_whole_prompt_and_not_just_a_seat(policy: Policy) -> None:
-    flood = PromptFlood(policy)
+@pytest.mark.parametrize("num_waiting", [10, 100])
+def test_what_an_aged_request_wins_is_its_whole_prompt_and_not_just_a_seat(
+    policy: Policy, num_waiting: int
+) -> None:
+    flood = PromptFlood(policy, num_waiting)
     for _ in range(10):
         flood.step()
     low = flood.submit("low", priority=2)
