@@ -150,9 +150,7 @@ class Sequence:
     num_slots: int = 0  # tokens the block table has room for
     waiting_since: float = 0.0  # its arrival, or when it lost its place in a batch
     importance: float = 0.0  # while it runs: its priority, or in a turn that its age has won, better
-    latest_start: float = float(
-        "inf"
-    )  # to be done by its deadline, as estimated when it began to wait or got that
+    latest_start: float = float("inf")  # to be in time, as estimated when it began to wait or got a deadline
     has_started: bool = False  # was admitted at least once
     is_prefilling: bool = False  # was admitted and has won no token yet
     is_recovering: bool = False  # its executor was lost or drained, and it has won no token since

@@ -14,9 +14,7 @@ import math
 _FORGET = 0.98  # weight kept by the past at each new step: about fifty steps of memory
 _MIN_WEIGHT = 3.0  # steps before a prediction is worth anything
 _LEAST_NEWS = 0.01**2  # in squares of the usual deviation: below, a step teaches the base alone
-_MOST_NEWS = (
-    4.0  # steps of usual spread that a single one counts for at most: one outlier is not all there is
-)
+_MOST_NEWS = 4.0  # steps of usual spread that a single one counts for: an outlier is not all there is
 
 
 class StepTimeModel:

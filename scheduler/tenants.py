@@ -87,9 +87,8 @@ class Tenant:
     num_waiting_tokens: int = 0
     num_input_tokens: int = 0  # charged: computed at a first admission
     num_output_tokens: int = 0  # charged: won
-    lifted: dict["Contest", float] = field(
-        default_factory=dict
-    )  # virtual tokens: the time it did not compete
+    # Virtual tokens for the time in which it did not compete.
+    lifted: dict["Contest", float] = field(default_factory=dict)
     block_seconds: float = 0.0  # KV blocks held, summed over time
     _metered_at: float = 0.0
     requests: RateLimiter | None = field(init=False)
