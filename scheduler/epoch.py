@@ -197,7 +197,7 @@ class Epoch:
 
     async def _apply_results(self, stream: ExecuteStream) -> None:
         async for result in stream.results():
-            check_ids(result, self._state.capacity.vocab_size)
+            check_ids(result, self._state.session.next_unanswered, self._state.capacity)
             was_draining = self._state.is_draining
             outcome = self._scheduler.core.update(self._executor_id, result, self._scheduler.now())
             self._scheduler.result_applied(

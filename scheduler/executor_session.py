@@ -13,8 +13,9 @@ plan stays unanswered: one of the rows may be what the executor cannot compute (
 """
 
 from collections import deque
+from itertools import accumulate
 
-from scheduler.plan import BatchPlan, StepResult
+from scheduler.plan import BatchPlan, Capacity, FinishedSequence, StepResult
 from scheduler.sequence import FinishReason, Sequence
 
 
@@ -22,14 +23,43 @@ class SessionBrokenError(RuntimeError):
     """The executor's answer does not fit the plans: its epoch is given up and opened anew."""
 
 
-def check_ids(result: StepResult, vocab_size: int) -> None:
-    """Raises SessionBrokenError for an id that the model has not: no other executor would take it back.
+def check_ids(result: StepResult, plan: BatchPlan | None, capacity: Capacity) -> None:
+    """Raises SessionBrokenError for an id that the model has not, and for a stop at one that stops nothing.
 
-    Asked before a result reaches the core, and not there: a replay has no ids.
+    No other executor would take such an id back. `plan` is the one that the result should answer. Asked
+    before a result reaches the core, and not there: a replay has no ids.
     """
     highest = max(result.token_ids, default=0)
-    if highest >= vocab_size:
-        raise SessionBrokenError(f"step {result.step_id}: id {highest} is not one of {vocab_size}")
+    if highest >= capacity.vocab_size:
+        raise SessionBrokenError(f"step {result.step_id}: id {highest} is not one of {capacity.vocab_size}")
+    stopped = [finished for finished in result.finished if finished.reason is FinishReason.STOP]
+    if stopped and plan is not None and plan.step_id == result.step_id:
+        _check_stops(plan, result, stopped, capacity.eos_token_ids)
+
+
+def _check_stops(
+    plan: BatchPlan, result: StepResult, stopped: list[FinishedSequence], eos_token_ids: frozenset[int]
+) -> None:
+    """A sequence stops with an id that ends it, once it may; `rows_that_ran` looks at all else."""
+    members = dict(zip(plan.seq_ids, plan.rows, strict=True))
+    counts = dict(zip(result.seq_ids, result.num_sampled, strict=False))  # their lengths are checked later
+    behind = dict(zip(result.seq_ids, accumulate(result.num_sampled), strict=False))
+    for finished in stopped:
+        seq_id, seq = finished.seq_id, members.get(finished.seq_id)
+        last = result.token_ids[: behind.get(seq_id, 0)][-1:]
+        if seq is None or seq.seq_id != seq_id or seq.is_padding or not last:
+            continue
+        request, where = seq.request, f"step {plan.step_id}: sequence {seq_id} stopped"
+        if finished.matched_token_id != last[0]:
+            raise SessionBrokenError(f"{where} by {finished.matched_token_id}, its last id is {last[0]}")
+        if last[0] not in request.end_token_ids(eos_token_ids):
+            raise SessionBrokenError(f"{where} at {last[0]}, which does not end it")
+        num_output = seq.num_output_tokens + counts[seq_id]
+        # A constraint may leave nothing but an end.
+        if num_output <= request.min_tokens and "constraints" not in request.needs:
+            raise SessionBrokenError(
+                f"{where} with its {num_output}. token, {request.min_tokens} were to come before"
+            )
 
 
 def rows_that_ran(plan: BatchPlan, result: StepResult) -> list[Sequence]:
@@ -107,6 +137,11 @@ class ExecutorSession:
     def num_unanswered(self) -> int:
         """Plans without a result."""
         return len(self.unanswered)
+
+    @property
+    def next_unanswered(self) -> BatchPlan | None:
+        """The plan whose result is due next."""
+        return self.unanswered[0] if self.unanswered else None
 
     @property
     def can_send(self) -> bool:

@@ -90,6 +90,7 @@ class Request:
     max_tokens: int
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
     sample_index: int = 0
     group: int = 0
     priority: int = 0  # lower is served first
@@ -103,6 +104,10 @@ class Request:
     want_prompt_logprobs: bool = False
     needs: frozenset[str] = frozenset()  # abilities that an executor may lack (`Capacity.features`)
     traceparent: str = ""  # names the span that it is part of, to whoever works for it; opaque
+
+    def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The ids that end its output, at executors whose model's end tokens these are."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +274,8 @@ def end_of_output(
     if not output_token_ids:
         return None
     last = output_token_ids[-1]
-    ends = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
-    if last in ends:  # whatever `min_tokens` says: a constraint that leaves nothing else ends it before
+    # Whatever `min_tokens` says: a constraint that leaves nothing else ends it before.
+    if last in request.end_token_ids(eos_token_ids):
         return Finish(FinishReason.STOP, matched_token_id=last)
     if len(output_token_ids) >= request.max_tokens:
         return Finish(FinishReason.LENGTH)

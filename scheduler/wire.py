@@ -84,6 +84,7 @@ def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: f
         prompt_token_ids=prompt_token_ids,
         sampling=sampling.SerializeToString(),
         max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=frozenset(sampling.stop_token_ids),
         sample_index=message.sample_index,

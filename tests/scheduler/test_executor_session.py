@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -8,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler.executor_session import ExecutorSession, SessionBrokenError, check_ids, rows_that_ran
 from scheduler.plan import BatchPlan, FinishedSequence, StepResult
 from scheduler.sequence import FinishReason
+from tests.rig.checking_executor import capacity
 from tests.scheduler.sequences import running
 
 EPOCH = 0xABC
@@ -141,10 +143,45 @@ def test_an_end_by_length_of_one_that_is_not_long_enough_breaks_the_session() ->
 
 
 def test_ids_that_the_model_has_not_break_the_session() -> None:
-    check_ids(StepResult(EPOCH, 1, [], [], []), 8)
-    check_ids(StepResult(EPOCH, 1, [3], [2], [0, 7]), 8)
+    plan, eight_ids = plan_of(ExecutorSession(EPOCH, 2)), capacity(vocab_size=8)
+    check_ids(StepResult(EPOCH, 1, [], [], []), plan, eight_ids)
+    check_ids(StepResult(EPOCH, 1, [3], [2], [0, 7]), plan, eight_ids)
     with pytest.raises(SessionBrokenError, match="id 8 is not one of 8"):
-        check_ids(StepResult(EPOCH, 1, [3], [2], [8, 7]), 8)
+        check_ids(StepResult(EPOCH, 1, [3], [2], [8, 7]), plan, eight_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "last", "matched", "fault"),
+    [
+        ({}, 2, 2, None),  # the model's own end
+        ({"stop_token_ids": frozenset({7})}, 7, 7, None),
+        ({"stop_token_ids": frozenset({7}), "ignore_eos": True}, 7, 7, None),
+        ({}, 7, 7, "stopped at 7, which does not end it"),
+        ({"ignore_eos": True}, 2, 2, "stopped at 2, which does not end it"),
+        ({}, 2, None, "stopped by None, its last id is 2"),
+        ({}, 2, 7, "stopped by 7, its last id is 2"),
+        ({"min_tokens": 1}, 2, 2, "with its 1. token, 1 were to come before"),
+        ({"min_tokens": 1, "needs": frozenset({"constraints"})}, 2, 2, None),  # nothing else may be left
+    ],
+)
+def test_a_stop_that_is_none_breaks_the_session(
+    fields: dict[str, Any], last: int, matched: int | None, fault: str | None
+) -> None:
+    one, other = running(prompt_len=8, max_tokens=4, **fields), running("other", prompt_len=8, max_tokens=4)
+    one.seq_id, other.seq_id = 1, 2
+    rows: dict[str, Any] = {"seq_ids": [2, 1], "rows": [other, one], "num_tokens": [8, 8]}
+    plan = replace(plan_of(ExecutorSession(EPOCH, 2)), num_samples=[1, 1], **rows)
+    ended = [FinishedSequence(1, FinishReason.STOP, matched)]
+    result = StepResult(EPOCH, 1, [2, 1], [1, 1], [5, last], finished=ended)
+    ends = replace(capacity(), eos_token_ids=frozenset({2}))
+    if fault is None:
+        check_ids(result, plan, ends)
+    else:
+        with pytest.raises(SessionBrokenError, match=fault):
+            check_ids(result, plan, ends)
+    one.seq_id = 3  # it was given up, and admitted anew
+    check_ids(result, plan, ends)
+    check_ids(result, None, ends)  # nothing is due: so the session says
 
 
 def test_a_full_window_takes_no_plan() -> None:

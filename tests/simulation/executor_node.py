@@ -323,6 +323,21 @@ def _an_id_too_few(result: executor_pb2.StepResult, _: int) -> None:
     del result.token_ids[-1]
 
 
+def _a_stop_at_no_end(result: executor_pb2.StepResult, _: int) -> None:
+    """Everybody who goes on is said to stop with what was sampled; where nobody does, an id is missing."""
+    ended = {finished.seq_id for finished in result.finished}
+    sampling = [seq_id for seq_id, count in zip(result.seq_ids, result.num_sampled, strict=True) if count]
+    going_on = [
+        (seq_id, token_id)
+        for seq_id, token_id in zip(sampling, result.token_ids, strict=True)
+        if seq_id not in ended
+    ]
+    for seq_id, token_id in going_on:
+        result.finished.add(seq_id=seq_id, reason=common_pb2.FINISH_REASON_STOP, matched_token_id=token_id)
+    if not going_on:
+        del result.token_ids[-1]
+
+
 _LIES = (
     _a_row_too_many,
     _an_id_too_many,
@@ -331,8 +346,9 @@ _LIES = (
     _an_end_of_nobody,
     _no_such_id,
     _an_id_too_few,
+    _a_stop_at_no_end,
 )
-_NUM_LIES_ABOUT_IDS = 2  # the last of them: only where ids were sampled
+_NUM_LIES_ABOUT_IDS = 3  # the last of them: only where ids were sampled
 
 
 def _columns(seq_ids: tuple[int, ...], num_tokens: tuple[int, ...]) -> str:

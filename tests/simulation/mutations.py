@@ -121,6 +121,10 @@ def _releases_nobody(leave: Any) -> Any:
     return broken
 
 
+def _takes_any_stop(_: Any) -> Any:
+    return lambda plan, result, stopped, eos_token_ids: None
+
+
 # --- who executors die of --------------------------------------------------------------------------------
 
 
@@ -361,6 +365,7 @@ MUTATIONS = (
         _suspects_nobody_of_wrong_answers,
         108,
     ),
+    Mutation("a stop at any id is taken", executor_session, "_check_stops", _takes_any_stop, 108),
     Mutation("nobody is found guilty", suspects.Suspects, "crashed", _finds_nobody_guilty, 16),
     Mutation("nobody is excused", suspects.Suspects, "_is_excused", _excuses_nobody, 20),
     Mutation(

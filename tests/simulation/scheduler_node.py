@@ -561,7 +561,7 @@ class _ExecutorPeer:
         result, core, session = wire.result_of(message), self._core, self._state.session
         due = session.epoch, session.acked_step_id + 1
         try:
-            check_ids(result, self._state.capacity.vocab_size)
+            check_ids(result, session.next_unanswered, self._state.capacity)
             outcome = core.update(self._node.name, result, self._scheduler.now)
         except SessionBrokenError as error:
             self._give_up_lying(due, error)
