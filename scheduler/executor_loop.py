@@ -31,6 +31,7 @@ _log = structlog.get_logger()
 RETRY_SECONDS = 0.2
 MAX_RETRY_SECONDS = 1.0
 MAX_FENCED_SECONDS = 30.0
+FENCE_LOOK_SECONDS = 1.0
 STEP_TIMEOUT_SECONDS = 10.0
 _TWIN_GONE_LOOKS = 5
 
@@ -130,10 +131,8 @@ class ExecutorLoop:
                 seconds = _backoff(num_fenced, MAX_FENCED_SECONDS)
                 num_fenced += 1
                 _log.error("executor_fenced", executor=executor_id, seconds=round(seconds, 1), fault=fault)
-                self._scheduler.executor_missing(
-                    executor_id, f"the executor at {executor_id} is fenced until it answers rightly: {fault}"
-                )
-                await asyncio.sleep(seconds)
+                if not await self._sit_out(executor_id, opened.capacity.instance_id, seconds, fault):
+                    num_fenced = 0
 
     async def _rehearse(self, executor_id: str, opened: Opened) -> str | None:
         """Has it compute a request that nobody asked for; returns what went wrong, or None."""
@@ -160,6 +159,18 @@ class ExecutorLoop:
         if loss.held is not None:
             self._tell_held(loss.held)
         return loss.reason
+
+    async def _sit_out(self, executor_id: str, instance_id: str, seconds: float, fault: str) -> bool:
+        """The time of a fence; False as soon as another process is there, which is not the one to blame."""
+        fenced = f"the executor at {executor_id} is fenced until it answers rightly: {fault}"
+        until = self._scheduler.now() + seconds
+        while (left := until - self._scheduler.now()) > 0:
+            self._scheduler.executor_missing(executor_id, fenced)
+            await asyncio.sleep(min(left, FENCE_LOOK_SECONDS))
+            opened = await self._open(executor_id)
+            if opened.capacity.instance_id != instance_id:
+                return False
+        return True
 
     async def _until_gone(self, executor_id: str) -> None:
         """Returns when that executor was not attached for a while: opening its twin would end its epoch."""

@@ -10,6 +10,7 @@ import pytest
 
 from protos.v1 import executor_pb2
 from rpc.address import Address
+from scheduler import executor_loop
 from scheduler.policy import Limits
 from tests.rig import toy_executor
 from tests.scheduler.shell import (
@@ -370,6 +371,21 @@ async def test_requests_do_not_wait_for_ever_for_a_fenced_executor(quick: Execut
     await until(lambda: "is fenced until it answers rightly" in router.statuses[-1].reason)
     clients = [plan for plan in executor.plans if any(new.token_ids[0] == 1 for new in plan.admitted)]
     assert len(clients) == 1  # it was computed once; afterwards only what nobody had asked for
+
+
+async def test_a_fence_does_not_outlive_the_process(
+    quick: Executors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_loop, "_backoff", lambda attempt, at_most=0.01: at_most)  # fenced for 30 s
+    monkeypatch.setattr(executor_loop, "FENCE_LOOK_SECONDS", 0.01)
+    server = await quick.serve(Liar(ANY_ID))
+    router = await quick.shell.welcomed()
+    await router.submit(1, "r1", [1, 7], 3)
+    await until(lambda: "is fenced until it answers rightly" in router.statuses[-1].reason)
+    await server.stop(0)
+    await until(lambda: "waiting for an executor" in router.statuses[-1].reason)
+    await quick.serve(ObedientExecutor())  # mended, and started again
+    await quick.attached("executor")
 
 
 async def test_an_executor_that_hangs_at_its_rehearsal_is_asked_again(quick: Executors) -> None:
