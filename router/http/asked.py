@@ -69,12 +69,13 @@ class Asked:
 class ForcedFunction:
     """The function whose arguments the answer is, by the word of `tool_choice`.
 
-    `schema` is that of its arguments as JSON text; `finish_reason` is what OpenAI calls its end.
+    `schema` is that of its arguments as JSON text, `where_held` what the body calls it; `finish_reason` is
+    what OpenAI calls its end.
     """
 
     name: str
     schema: str
-    position: int
+    where_held: str
     finish_reason: str
 
 
@@ -155,7 +156,8 @@ def chat(body: Fields) -> Asked:
                 name, f"{name} is given beside tool_choice, which holds the output to a tool's schema"
             )
         constraint = JsonSchema(tool_use.schema)
-        names = {field_of(constraint): _where_held(tool_use)}
+        where_held = tool_use.where_held if isinstance(tool_use, ForcedFunction) else "tools"
+        names = {field_of(constraint): where_held}
     elif isinstance(tool_use, OfferedTools):
         # What the client holds the output to is no call; of several calls it may want no more than one.
         tool_use = (
@@ -452,21 +454,21 @@ def _variables(value: object, path: str) -> str:
 
 def _tool_use(body: Fields) -> ForcedFunction | OfferedTools | None:
     """Which tools the answer may call, or must, by the word of `tool_choice`."""
-    choice, tools = body.value("tool_choice"), body.entries("tools") or []
+    choice, functions = body.value("tool_choice"), _functions(body)
     match choice:
         case "none":
             return None
         case None | "auto":
-            names = frozenset(_names(tools))
+            names = frozenset(function.name for function in functions)
             return OfferedTools(names) if names else None
         case "required":
-            if not tools:
+            if not functions:
                 raise invalid("tool_choice", "tool_choice is required and there are no tools; it needs one")
-            return _forced(tools, 0, "tool_calls") if len(tools) == 1 else _any_of(tools)
+            return _forced(functions[0], "tool_calls") if len(functions) == 1 else _any_of(functions)
         case {"type": "function", "function": {"name": str(name), **others}, **more} if not (others or more):
-            for position, tool in enumerate(tools):
-                if isinstance(tool, dict) and _function(tool, position).value("name") == name:
-                    return _forced(tools, position, "stop")
+            for function in functions:
+                if function.name == name:
+                    return _forced(function, "stop")
             raise invalid("tool_choice", f"tool_choice names {shown(name)}, which is none of tools")
         case _:
             raise _unserved(
@@ -474,41 +476,81 @@ def _tool_use(body: Fields) -> ForcedFunction | OfferedTools | None:
             )
 
 
-def _names(tools: list[Any]) -> abc.Iterator[str]:
-    """Those of functions; a tool of another kind is between the client and the template."""
-    for tool in tools:
-        match tool:
-            case {"function": {"name": str(name)}}:
-                yield name
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """One of the tools. `parameters` is the schema of its arguments, which are an object."""
+
+    name: str
+    parameters: dict[str, Any]
+    position: int
+
+    @property
+    def where_held(self) -> str:
+        """What the body calls the schema."""
+        return f"tools[{self.position}].function.parameters"
 
 
-def _forced(tools: list[Any], position: int, finish_reason: str) -> ForcedFunction:
-    name, parameters = _signature(tools, position)
-    return ForcedFunction(
-        name, _json_text(parameters, f"tools[{position}].function.parameters"), position, finish_reason
-    )
+def _functions(body: Fields) -> list[_Function]:
+    """The tools, all of which are functions, and no two of one name: a call could be of either."""
+    functions: list[_Function] = []
+    positions: dict[str, int] = {}
+    for position, tool in enumerate(body.entries("tools") or []):
+        function = _function(tool, position)
+        first = positions.setdefault(function.name, position)
+        if first != position:
+            where = f"tools[{position}].function.name"
+            raise invalid(where, f"{where} is {shown(function.name)}, and so is that of tools[{first}]")
+        functions.append(function)
+    return functions
 
 
-def _any_of(tools: list[Any]) -> OfferedTools:
+def _function(value: object, position: int) -> _Function:
+    """One tool. What else stands in it is between the client and the template."""
+    path = f"tools[{position}]"
+    tool = Fields(checked(value, dict, "an object", path), path)
+    kind, function = tool.text("type"), tool.fields("function")
+    if kind not in {None, "function"}:
+        where = tool.path_of("type")
+        raise _unserved(where, f"{where} is {shown(kind)}; only function is supported")
+    if function is None:
+        raise invalid(tool.path_of("function"), f"{tool.path_of('function')} is missing")
+    name, parameters = function.text("name"), function.value("parameters")
+    if not name:
+        raise invalid(function.path_of("name"), f"{function.path_of('name')} is missing")
+    if parameters is None:  # it takes none
+        return _Function(name, {"type": "object", "properties": {}, "additionalProperties": False}, position)
+    where = function.path_of("parameters")
+    kind = checked(parameters, dict, "a JSON schema", where).get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise invalid(where, f"{where} has the type {shown(kind)}; the arguments of a call are an object")
+    return _Function(name, {**parameters, "type": "object"}, position)
+
+
+def _forced(function: _Function, finish_reason: str) -> ForcedFunction:
+    schema = _json_text(function.parameters, function.where_held)
+    return ForcedFunction(function.name, schema, function.where_held, finish_reason)
+
+
+def _any_of(functions: list[_Function]) -> OfferedTools:
     """A call of whichever tool, in the form of JSON that `tool_calls` reads."""
-    calls, names = [], set()
-    for position in range(len(tools)):
-        name, parameters = _signature(tools, position)
+    calls = []
+    for function in functions:
         try:
-            arguments = _moved(parameters, f"#/anyOf/{position}/properties/arguments")
+            root = f"#/anyOf/{function.position}/properties/arguments"
+            arguments = _moved(function.parameters, root)
         except RecursionError as error:
-            where = f"tools[{position}].function.parameters"
+            where = function.where_held
             raise invalid(where, f"{where} is nested too deeply") from error
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": arguments},
+                "properties": {"name": {"const": function.name}, "arguments": arguments},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
         )
-        names.add(name)
-    return OfferedTools(frozenset(names), schema=_json_text({"anyOf": calls}, "tools"))
+    names = frozenset(function.name for function in functions)
+    return OfferedTools(names, schema=_json_text({"anyOf": calls}, "tools"))
 
 
 def _moved(schema: Any, to: str) -> Any:
@@ -531,35 +573,6 @@ def _moved_keyword(name: str, value: Any, to: str) -> Any:
     if name == "$ref" and isinstance(value, str) and value.startswith("#"):
         return to + value[1:]
     return _moved(value, to)
-
-
-def _signature(tools: list[Any], position: int) -> tuple[str, dict[str, Any]]:
-    """The name of a function, and the schema of its arguments."""
-    path = f"tools[{position}]"
-    function = _function(checked(tools[position], dict, "an object", path), position)
-    name, parameters = function.text("name"), function.value("parameters")
-    if not name:
-        raise invalid(function.path_of("name"), f"{function.path_of('name')} is missing")
-    parameters = {} if parameters is None else checked(parameters, dict, "a JSON schema", path)
-    kind = parameters.get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        where = function.path_of("parameters")
-        raise invalid(where, f"{where} has the type {shown(kind)}; the arguments of a call are an object")
-    return name, {**parameters, "type": "object"}
-
-
-def _where_held(tool_use: ForcedFunction | OfferedTools) -> str:
-    """What the body calls the schema that an answer is held to."""
-    match tool_use:
-        case ForcedFunction(position=position):
-            return f"tools[{position}].function.parameters"
-        case OfferedTools():
-            return "tools"
-
-
-def _function(tool: dict[str, Any], position: int) -> Fields:
-    path = f"tools[{position}].function"
-    return Fields(checked(tool.get("function"), dict, "an object", path), path)
 
 
 def _message(values: dict[str, Any], position: int) -> ChatMessage:

@@ -41,6 +41,13 @@ _FLAG: Final[Schema] = {"type": "boolean"}
 _NUMBER: Final[Schema] = {"type": "number"}
 _NULL: Final[Schema] = {"type": "null"}
 _ANY_OBJECT: Final[Schema] = {"type": "object"}
+# A schema whose values are objects, whatever it says of them.
+_ARGUMENTS: Final[Schema] = {
+    "type": "object",
+    "properties": {
+        "type": {"anyOf": [{"const": "object"}, {"type": "array", "contains": {"const": "object"}}]}
+    },
+}
 
 
 def _whole(low: int = MIN_INT, high: int = MAX_INT) -> Schema:
@@ -192,7 +199,10 @@ _COMMON: Final[Schema] = {
 
 _CONVERSATION: Final[Schema] = {
     "messages": _list(reference("Message"), at_least=1, at_most=MAX_CHAT_MESSAGES),
-    "tools": _about(_list(_ANY_OBJECT, at_most=MAX_CHAT_TOOLS), "For the model's chat template"),
+    "tools": _about(
+        _list(reference("Tool"), at_most=MAX_CHAT_TOOLS),
+        "Functions, no two of one name; what else stands in them is for the model's chat template",
+    ),
     "tool_choice": _any_of(
         {"enum": ["auto", "none", "required"]},
         _object(
@@ -273,6 +283,23 @@ PARTS: Final[dict[str, Schema]] = {
         {"tool_calls": {"type": "array", "minItems": 1}, "role": {"const": "assistant"}},
     ),
     "TextPart": _body({"type": {"const": "text"}, "text": _TEXT}, required=["type", "text"]),
+    "Tool": {
+        "type": "object",
+        "properties": {
+            "type": _or_null({"const": "function"}),
+            "function": {
+                "type": "object",
+                "properties": {
+                    "name": _NOT_EMPTY,
+                    "parameters": _or_null(
+                        _about(_ARGUMENTS, "The schema of its arguments; absent, it takes none")
+                    ),
+                },
+                "required": ["name"],
+            },
+        },
+        "required": ["function"],
+    },
     "ToolCall": _body(
         {
             "id": _TEXT,

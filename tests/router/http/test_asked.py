@@ -291,7 +291,7 @@ def test_tools_go_to_the_template_as_json_unless_none_is_to_be_chosen() -> None:
     assert [json.loads(text) for text in conversation(tools=[tool]).tools] == [tool]
     assert conversation(tools=[tool], tool_choice="none").tools == []
     assert refusal(chat, tools=[None]).field == "tools[0]"
-    assert refusal(chat, tools=[{"x": float("nan")}]).field == "tools[0]"
+    assert refusal(chat, tools=[{**tool, "x": float("nan")}]).field == "tools[0]"
 
 
 def test_b101_a_hundred_thousand_messages_are_refused_by_their_number() -> None:
@@ -425,6 +425,7 @@ PLACES = {
     "properties": {"$ref": {"const": "#/as/it/is"}, "at": {"anyOf": [{"$ref": "#/$defs/place"}]}},
 }
 FIND = {"type": "function", "function": {"name": "find", "parameters": PLACES}}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def test_one_of_several_tools_must_be_called_with_what_its_schema_calls_its_root() -> None:
@@ -445,7 +446,7 @@ def test_one_of_several_tools_must_be_called_with_what_its_schema_calls_its_root
         "$ref": {"const": "#/as/it/is"},
         "at": {"anyOf": [{"$ref": f"{root}/$defs/place"}]},
     }
-    assert now["properties"]["arguments"] == {"type": "object"}
+    assert now["properties"]["arguments"] == NO_ARGUMENTS
     call = {"name": "find", "arguments": {"at": {"near": {"near": {}}}}}
     jsonschema.validate(call, json.loads(constraint.text))
     assert asked.tool_use == OfferedTools(frozenset({"weather", "find", "now"}), schema=constraint.text)
@@ -468,7 +469,8 @@ def test_arguments_of_a_call_are_an_object_where_the_schema_does_not_say_so(para
         schema = json.loads(constraint.text)
         if "anyOf" in schema:
             schema = schema["anyOf"][1]["properties"]["arguments"]
-        assert schema == {**(parameters or {}), "type": "object"}  # type: ignore[dict-item]
+        # As OpenAI says: a function without parameters takes none.
+        assert schema == (NO_ARGUMENTS if parameters is None else {**parameters, "type": "object"})  # type: ignore[dict-item]
 
 
 def test_data_in_a_schema_stays_as_it_is_when_the_schema_is_moved() -> None:
@@ -512,7 +514,6 @@ def test_a_schema_that_is_nested_too_deeply_is_refused_by_name() -> None:
         ({"parallel_tool_calls": False}, OfferedTools(frozenset({"weather"}), max_calls=1)),
         ({"tool_choice": "none"}, None),
         ({"tools": []}, None),
-        ({"tools": [{"name": "f"}, {"function": 5}, {"function": {"name": None}}]}, None),
         ({"regex": "a"}, None),
         ({"response_format": {"type": "json_object"}}, None),
         ({"response_format": {"type": "text"}}, OfferedTools(frozenset({"weather"}))),
@@ -534,7 +535,7 @@ def test_calls_are_looked_for_where_tools_are_offered_and_the_output_is_free(
         ([{"type": "function"}], "required", "tools[0].function"),
         ([WEATHER, {"type": "function"}], "required", "tools[1].function"),
         ([{"function": {}}], "required", "tools[0].function.name"),
-        ([{"function": {"name": "f", "parameters": []}}], "required", "tools[0]"),
+        ([{"function": {"name": "f", "parameters": []}}], "required", "tools[0].function.parameters"),
         (
             [{"function": {"name": "f", "parameters": {"type": "array"}}}],
             {"type": "function", "function": {"name": "f"}},
@@ -549,6 +550,41 @@ def test_calls_are_looked_for_where_tools_are_offered_and_the_output_is_free(
 )
 def test_other_choices_of_tools_are_refused_by_name(tools: list[object], choice: object, field: str) -> None:
     assert refusal(chat, tools=tools, tool_choice=choice).field == field
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", "required"])
+@pytest.mark.parametrize(
+    ("tool", "field", "code"),
+    [
+        ({"type": "custom", "custom": {"name": "f"}}, "tools[1].type", grpc.StatusCode.UNIMPLEMENTED),
+        ({"type": 5, "function": {"name": "f"}}, "tools[1].type", grpc.StatusCode.INVALID_ARGUMENT),
+        ({"a": 1}, "tools[1].function", grpc.StatusCode.INVALID_ARGUMENT),
+        ({"type": "function", "function": 5}, "tools[1].function", grpc.StatusCode.INVALID_ARGUMENT),
+        ({"type": "function", "function": {}}, "tools[1].function.name", grpc.StatusCode.INVALID_ARGUMENT),
+        (
+            {"type": "function", "function": {"name": 5}},
+            "tools[1].function.name",
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            {"type": "function", "function": {"name": "f", "parameters": "x"}},
+            "tools[1].function.parameters",
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}},
+            "tools[1].function.parameters",
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (WEATHER, "tools[1].function.name", grpc.StatusCode.INVALID_ARGUMENT),  # the name of the first
+    ],
+)
+def test_a_tool_that_is_no_function_is_refused_by_name_whatever_is_to_be_chosen(
+    choice: str | None, tool: object, field: str, code: grpc.StatusCode
+) -> None:
+    error = refusal(chat, tools=[WEATHER, tool], tool_choice=choice)
+    assert (error.field, error.code) == (field, code)
+    assert field in error.message
 
 
 def test_turns_of_tools_are_read() -> None:

@@ -40,8 +40,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "messages[0].tool_call_id": {"role": "tool"},
     "messages[0].tool_calls": {"role": "assistant"},
 }
-# Where the door looks at more than a schema can say: at a schema's own form, at one field beside another.
-SAYS_MORE = {"json_schema", "response_format", "tool_choice", "messages"}
+# Where the door looks at more than a schema can say: at a schema's own form, at one value beside another.
+SAYS_MORE = {"json_schema", "response_format", "tools", "tool_choice", "messages"}
 
 
 def resolved(schema: schemas.Schema) -> schemas.Schema:
