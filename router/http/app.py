@@ -40,7 +40,7 @@ from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
 from router.stall import STALL_SECONDS, StalledError, StallGuard
 from router.tool_calls import ToolCallForm, ToolCallParser
-from router.validation import GenerateRequest
+from router.validation import GenerateRequest, check_request_id
 from rpc.errors import RequestError
 from rpc.holding import Room
 
@@ -165,6 +165,9 @@ class HttpApp:
 
     async def _generate(self, exchange: Exchange, body: list[bytes], asked: Asked, shape: Shape) -> None:
         received_at = time.monotonic()
+        call_id = asked.requests[0].request_id or uuid.uuid4().hex
+        check_request_id(call_id)  # before it stands in a header
+        exchange.request_id = call_id
         timeout_seconds = asked.timeout_seconds
         digest = await _digest(body)
         exchange.let_go()  # what is asked has been read out of it, and the answer may take long
@@ -182,8 +185,7 @@ class HttpApp:
         await exchange.while_wanted(work, timeout_seconds=timeout_seconds, cut=self._cut)
 
     async def _answer(self, exchange: Exchange, asked: Asked, shape: Shape, arrival: Arrival) -> None:
-        call_id = asked.requests[0].request_id or uuid.uuid4().hex
-        headers = {"x-request-id": call_id}
+        call_id = exchange.request_id
         async with self._intake.call(_named(asked.requests, call_id), arrival) as call:
             await call.until_taken_in()
             answer = Answer(
@@ -198,12 +200,12 @@ class HttpApp:
                 await call.until_ended()
                 is_long = call.is_long
                 body = await aside.run(lambda: encoded(answer.whole(), is_long=is_long), is_long=is_long)
-                await exchange.answer_encoded(body, headers=headers)
+                await exchange.answer_encoded(body)
                 return
             async with StallGuard(self.client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
                 exchange.guard = guard
                 news = await _first_of_outputs(call)
-                await exchange.begin_events(headers)
+                await exchange.begin_events()
                 await exchange.events(b"".join(map(event, answer.first_chunks())))
                 while news:
                     await exchange.events(await _told(answer, news))
@@ -358,19 +360,19 @@ class _Endpoint:
         try:
             await self._handle(exchange)
         except ClientDisconnect:
-            _log.info("client_hung_up", path=scope["path"])
+            _log.info("client_hung_up", path=scope["path"], **exchange.named)
         except StalledError as error:  # nothing can be told to whoever takes nothing
-            _log.info("client_stalled", path=scope["path"], reason=error.message)
+            _log.info("client_stalled", path=scope["path"], reason=error.message, **exchange.named)
             exchange.hang_up()
         except RequestError as error:
             if error.code is not grpc.StatusCode.UNAUTHENTICATED:  # strangers are counted, not told of
-                _log.info("request_failed", code=error.code.name, field=error.field)
+                _log.info("request_failed", code=error.code.name, field=error.field, **exchange.named)
             await exchange.fail(error)
         except HttpError as error:
             _log.info("request_failed", status=error.status, code=error.code)
             await exchange.fail(error)
         except Exception:  # noqa: BLE001 - the outermost frame of ours; it is logged and answered
-            _log.exception("defect")
+            _log.exception("defect", **exchange.named)
             defect = RequestError(grpc.StatusCode.INTERNAL, "the router failed; its log says where")
             await exchange.fail(defect)
         finally:
@@ -379,7 +381,7 @@ class _Endpoint:
 
 async def _frames(live: Live, exchange: Exchange) -> None:
     """Sends what there is to see for as long as the page is open."""
-    await exchange.begin_events({})
+    await exchange.begin_events()
     async with contextlib.aclosing(live.events()) as events:
         async for frames in events:
             await exchange.raw_event("[" + ",".join(frames) + "]")

@@ -38,11 +38,18 @@ class Exchange:
         self.guard: StallGuard | None = None
         """Watches over the writing of events."""
         self.caller = ANYBODY
+        self.request_id = ""
+        """Of what was asked, once that has been read; every answer says it."""
         self._pieces: list[bytes] = []
         self._kept: Kept | None = None
         self._receive = receive
         self._send = send
         self._begun = False
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The request's id, for a line of the log; nothing while there is none."""
+        return {"request_id": self.request_id} if self.request_id else {}
 
     # --- in -----------------------------------------------------------------------------------------
 
@@ -125,9 +132,9 @@ class Exchange:
         await self._begin(status, "application/json", {**(headers or {}), **length})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def begin_events(self, headers: abc.Mapping[str, str]) -> None:
+    async def begin_events(self) -> None:
         """Opens a stream of server-sent events."""
-        await self._begin(200, "text/event-stream; charset=utf-8", headers)
+        await self._begin(200, "text/event-stream; charset=utf-8", {})
 
     async def events(self, body: bytes) -> None:
         """Sends encoded events, or none. Returns when the client's connection can take more."""
@@ -166,7 +173,8 @@ class Exchange:
 
     async def _begin(self, status: int, kind: str, headers: abc.Mapping[str, str]) -> None:
         self._begun = True
-        pairs = {"content-type": kind, **headers}.items()
+        named = {"x-request-id": self.request_id} if self.request_id else {}
+        pairs = {"content-type": kind, **named, **headers}.items()
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import httpx2
 import pytest
+import structlog
 
 from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from router import wire
@@ -637,6 +638,30 @@ async def test_b83_the_timeout_goes_inward_and_ends_the_request(serve: Serve, st
         await rig.scheduler.until(lambda: bool(rig.scheduler.cancels))
         assert rig.scheduler.cancels[0].reason == common_pb2.FINISH_REASON_DEADLINE
         await rig.router.quiet()
+
+
+@DOORS
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_says_which_request_it_was(
+    serve: Serve, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    async with serve() as rig:
+        with structlog.testing.capture_logs() as lines:
+            mine = await rig.post(path, **body, stream=stream, timeout=0.1, request_id="mine")
+            drawn = await rig.post(path, **body, stream=stream, timeout=0.1)
+            wrong = await rig.post(path, **body, stream=stream, temperature=-1)
+            unsayable = await rig.post(path, **body, stream=stream, request_id="ä")
+            unread = await rig.post(path, **body, stream=stream, unheard_of=1)
+        submits = list(rig.scheduler.submits)
+        await rig.router.quiet()
+    statuses = [answer.status_code for answer in (mine, drawn, wrong, unsayable, unread)]
+    assert statuses == [408, 408, 400, 400, 400]
+    ids = [answer.headers.get("x-request-id") for answer in (mine, drawn, wrong, unsayable, unread)]
+    assert ids[:2] == [submit.request_id for submit in submits] == ["mine", ids[1]]
+    assert ids[2]
+    assert ids[3:] == [None, None]  # it has none yet
+    logged = [line.get("request_id") for line in lines if line["event"] == "request_failed"]
+    assert logged == ids
 
 
 async def test_b79_streams_at_once_keep_to_themselves(serve: Serve) -> None:
