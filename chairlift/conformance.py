@@ -14,8 +14,10 @@ from typing import Final
 
 import grpc
 
+from chairlift.checking import Check, Skipped, Subject
+from chairlift.flag_numbers import positive
 from chairlift.parser import Parser
-from chairlift.protocol_checks import CHECKS, Check, Skipped, Subject
+from chairlift.protocol_checks import CHECKS
 from chairlift.step_driver import ExecutorDriver, Failure, ended_by
 from rpc import tls
 from rpc.address import Address, AddressError
@@ -82,7 +84,7 @@ async def run(
     )
     async with channel:
         try:
-            await subject.open()
+            await subject.driver.open(subject.scheduler_id)
         except grpc.aio.AioRpcError as error:
             why = tls.explained(error.details() or "", certificates) or str(ended_by(error))
             if error.code() in _UNTESTED:
@@ -109,6 +111,9 @@ async def judged(check: Check, subject: Subject) -> Outcome:
         return Outcome(name, Verdict.SKIPPED, str(skipped))
     except grpc.aio.AioRpcError as error:
         return Outcome(name, Verdict.FAILED, f"a call ended with {ended_by(error)}")
+    except Exception as error:  # noqa: BLE001 - whatever an executor answers is its own fault, and a verdict
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return Outcome(name, Verdict.FAILED, f"what the executor answered could not be read ({what})")
     return Outcome(name, Verdict.PASSED, (check.__doc__ or "").strip())
 
 
@@ -125,10 +130,22 @@ def main(argv: Sequence[str]) -> int:
         "Exit code 1 when it does not, 2 when it could not be tested.",
     )
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the executor")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=positive,
+        default=TIMEOUT_SECONDS,
+        help="how long one answer is waited for; a check that misses one fails, and the next one runs "
+        "(default: %(default)g)",
+    )
     tls.add_flags(parser)
     options = parser.parse_args(argv)
     try:
-        code = asyncio.run(run(options.address, print_outcome, certificates=tls.from_flags(options)))
+        certificates = tls.from_flags(options)
+        running = run(
+            options.address, print_outcome, certificates=certificates, timeout_seconds=options.timeout
+        )
+        code = asyncio.run(running)
     except (AddressError, StartError, UntestedError) as error:
         print(f"chairlift conformance: {error}", file=sys.stderr)
         return 2

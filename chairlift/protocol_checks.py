@@ -1,154 +1,39 @@
 """What the step protocol asks of an executor, one check after the other (docs/protocol.md).
 
 Works on any model: prompts are small ids, stop ids are learned from a first greedy run. Each check opens an
-epoch of its own and knows nothing of the others; its docstring is the sentence reported when it passes.
+epoch of its own and knows nothing of the others; its docstring is the sentence reported when it passes. Plans
+that must be refused are in `refusal_checks`, how a token is chosen in `sampling_checks`.
 
 Must not know: our scheduler, our executor, how a verdict is reported.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from chairlift.step_driver import Ended, Epoch, ExecutorDriver, Failure, Stream, ended_by, tokens_by_sequence
-from protos.v1 import common_pb2, executor_pb2
+from chairlift import refusal_checks, sampling_checks
+from chairlift.checking import (
+    LENGTH,
+    STOP,
+    Check,
+    Skipped,
+    Subject,
+    expect_end,
+    expect_finished,
+    expect_tokens,
+    greedy,
+    greedy_run,
+    need,
+    offers,
+    open_once_free,
+    prompt_of,
+    require,
+    sampled_run,
+)
+from chairlift.step_driver import Ended, Epoch, Failure, ended_by, tokens_by_sequence
 
 SERVICE_NAME: Final = "chairlift.v1.Executor"
-LENGTH: Final = common_pb2.FINISH_REASON_LENGTH
-STOP: Final = common_pb2.FINISH_REASON_STOP
-
-
-class Skipped(Exception):  # noqa: N818 - no failure
-    """The executor is too small, or does not offer what the check is about; the text says which."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The executor under test, and the names this run takes it over with."""
-
-    driver: ExecutorDriver
-    channel: grpc.aio.Channel
-    scheduler_id: str
-    rival_id: str
-    timeout_seconds: float
-
-    async def open(self) -> Epoch:
-        """A fresh epoch."""
-        return await self.driver.open(self.scheduler_id)
-
-
-Check = Callable[[Subject], Awaitable[None]]
-
-
-# --- helpers that read like sentences ---------------------------------------------------------------
-
-
-def require(holds: bool, sentence: str) -> None:  # noqa: FBT001 - an assertion that is a verdict
-    """Raise Failure(sentence) unless `holds`."""
-    if not holds:
-        raise Failure(sentence)
-
-
-def greedy(
-    max_tokens: int, *, stop_token_ids: Sequence[int] = (), min_tokens: int = 0
-) -> common_pb2.SamplingParams:
-    """The most likely token each time, past the model's own end tokens."""
-    return common_pb2.SamplingParams(
-        temperature=0,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        ignore_eos=True,
-        stop_token_ids=stop_token_ids,
-        seed=1,
-    )
-
-
-def prompt_of(epoch: Epoch, num_tokens: int, *, salt: int = 0) -> list[int]:
-    """Small ids that any vocabulary has, not all the same."""
-    return [(3 + 5 * salt + 7 * i) % min(epoch.capacity.vocab_size, 64) for i in range(num_tokens)]
-
-
-def need(epoch: Epoch, *, num_seqs: int = 1, num_tokens: int = 1, window: int = 1) -> None:
-    """Skip unless the executor takes this much."""
-    capacity = epoch.capacity
-    if capacity.max_num_seqs < num_seqs:
-        raise Skipped(f"needs {num_seqs} sequences at once; max_num_seqs is {capacity.max_num_seqs}")
-    if capacity.max_num_batched_tokens < num_tokens:
-        raise Skipped(
-            f"needs {num_tokens} tokens a step; the executor takes {capacity.max_num_batched_tokens}"
-        )
-    if capacity.max_window < window:
-        raise Skipped(f"needs a window of {window}; max_window is {capacity.max_window}")
-
-
-def offers(epoch: Epoch, feature: str) -> None:
-    """Skip unless the executor offers it."""
-    if feature not in epoch.capacity.features:
-        raise Skipped(f'the executor does not offer "{feature}"')
-
-
-def expect_tokens(result: executor_pb2.StepResult, expected: dict[int, int]) -> dict[int, list[int]]:
-    """The result's tokens, once it is sure that `expected` rows, in that order, sampled that many each."""
-    tokens = tokens_by_sequence(result)
-    found = {seq_id: len(ids) for seq_id, ids in tokens.items()}
-    require(
-        list(found.items()) == list(expected.items()),
-        f"step {result.step_id} sampled {found} (tokens of each seq_id); in order it should be {expected}",
-    )
-    require(
-        not result.errors, f"step {result.step_id} has errors: {[error.message for error in result.errors]}"
-    )
-    return tokens
-
-
-def expect_finished(
-    result: executor_pb2.StepResult, seq_id: int, reason: int, matched: int | None = None
-) -> None:
-    """Check that just this sequence ended here, for this reason."""
-    found = [
-        (e.seq_id, e.reason, e.matched_token_id if e.HasField("matched_token_id") else None)
-        for e in result.finished
-    ]
-    require(
-        found == [(seq_id, reason, matched)],
-        f"step {result.step_id} finished {found} (seq_id, reason, matched); "
-        f"it should be {[(seq_id, reason, matched)]}",
-    )
-
-
-def expect_end(ended: Ended, code: grpc.StatusCode, why: str) -> None:
-    """Check how a stream ended."""
-    require(ended.code is code, f"{why}: the stream ended with {ended}; it should be {code.name}")
-
-
-async def greedy_run(epoch: Epoch, stream: Stream, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What the model says after a prompt, with one sequence alone, window 1."""
-    new = epoch.new(prompt, greedy(num_tokens))
-    result = await stream.step(epoch.plan({new.seq_id: len(prompt)}, admit=[new]))
-    output = expect_tokens(result, {new.seq_id: 1})[new.seq_id]
-    while len(output) < num_tokens:
-        require(not result.finished, f"the sequence ended after {len(output)} of {num_tokens} tokens")
-        result = await stream.step(epoch.plan({new.seq_id: 1}))
-        output += expect_tokens(result, {new.seq_id: 1})[new.seq_id]
-    expect_finished(result, new.seq_id, LENGTH)
-    return output
-
-
-async def sampled_run(
-    epoch: Epoch, stream: Stream, prompt: Sequence[int], sampling: common_pb2.SamplingParams
-) -> list[int]:
-    """What comes after a prompt with these options, to its end, with one sequence alone."""
-    new = epoch.new(prompt, sampling)
-    result = await stream.step(epoch.plan({new.seq_id: len(prompt)}, admit=[new]))
-    output = expect_tokens(result, {new.seq_id: 1})[new.seq_id]
-    while not result.finished:
-        result = await stream.step(epoch.plan({new.seq_id: 1}))
-        output += expect_tokens(result, {new.seq_id: 1})[new.seq_id]
-    return output
 
 
 # --- the checks -------------------------------------------------------------------------------------
@@ -173,6 +58,8 @@ async def capacity_is_told(subject: Subject) -> None:
             require(getattr(capacity, name) > 0, f"{name} is 0 in OpenResponse")
         bad_ids = [i for i in capacity.eos_token_ids if i >= capacity.vocab_size]
         require(not bad_ids, f"eos_token_ids {bad_ids} are outside the vocabulary of {capacity.vocab_size}")
+    names = {capacity.instance_id for capacity in (first.capacity, second.capacity)}
+    require(len(names) == 1 and "" not in names, f"instance_id names the process; two Opens told {names}")
     require(first.capacity.epoch != second.capacity.epoch, "two Opens gave the same epoch")
     require(first.capacity.term <= second.capacity.term, "the second Open was granted a lower term")
 
@@ -294,10 +181,10 @@ async def batch_changes_nothing(subject: Subject) -> None:
         alone = await greedy_run(epoch, stream, prompt_of(epoch, 4), 3)
         a, b = epoch.new(prompt_of(epoch, 4), greedy(3)), epoch.new(prompt_of(epoch, 3, salt=1), greedy(3))
         result = await stream.step(epoch.plan({b.seq_id: 3, a.seq_id: 4}, admit=[a, b]))
-        together = tokens_by_sequence(result)[a.seq_id]
+        together = expect_tokens(result, {b.seq_id: 1, a.seq_id: 1})[a.seq_id]
         for _ in range(2):
             result = await stream.step(epoch.plan({b.seq_id: 1, a.seq_id: 1}))
-            together += tokens_by_sequence(result)[a.seq_id]
+            together += expect_tokens(result, {b.seq_id: 1, a.seq_id: 1})[a.seq_id]
     require(alone == together, f"alone the sequence gives {alone}, beside another one {together}")
 
 
@@ -482,8 +369,10 @@ async def logprobs_are_reported(subject: Subject) -> None:
     require(
         [row.seq_id for row in result.logprobs] == [a.seq_id], "logprobs do not name just the row that asked"
     )
+    tokens = expect_tokens(result, {a.seq_id: 1, b.seq_id: 1})
+    require(len(result.logprobs[0].tokens) == 1, "logprobs are of more than the one token that was sampled")
     (chances,) = result.logprobs[0].tokens
-    require(chances.token_id == tokens_by_sequence(result)[a.seq_id][0], "logprobs are of another token")
+    require(chances.token_id == tokens[a.seq_id][0], "logprobs are of another token")
     require(
         len(chances.top_token_ids) == len(chances.top_logprobs) <= num_alternatives,
         f"{num_alternatives} alternatives were asked for; {len(chances.top_token_ids)} ids and "
@@ -540,6 +429,7 @@ async def penalties_count_the_output(subject: Subject) -> None:
         penalized = greedy(4)
         penalized.presence_penalty = penalized.frequency_penalty = 2.0
         output = await sampled_run(epoch, stream, prompt, penalized)
+        require(len(output) == 4, f"{len(output)} tokens came, max_tokens is 4")  # noqa: PLR2004
         new = epoch.new(prompt + output[:3], penalized, num_prompt_tokens=len(prompt))
         result = await stream.step(epoch.plan({new.seq_id: len(prompt) + 3}, admit=[new]))
         (resumed,) = expect_tokens(result, {new.seq_id: 1})[new.seq_id]
@@ -572,8 +462,8 @@ async def prompt_logprobs_come_once(subject: Subject) -> None:
             ]
             expected = [(position, prompt[position]) for position in range(wanted_from, len(prompt))]
             require(tokens == expected, f"positions and tokens are {tokens}; they should be {expected}")
-            last = next(row for row in results[2].prompt_logprobs)
-            require(last.first_position == 6, "a chunk told of positions that others compute")  # noqa: PLR2004
+            last = [row.first_position for row in results[2].prompt_logprobs]
+            require(last == [6], "a chunk told of positions that others compute")
             require(
                 all(token.logprob <= 0 and token.rank >= 1 for row in told for token in row.tokens),
                 "a log-probability is at most 0, a rank at least 1",
@@ -707,13 +597,17 @@ async def same_holder_opens_again(subject: Subject) -> None:
 
 
 async def lower_term_is_refused(subject: Subject) -> None:
-    """A lower term is refused, naming the holder and its term; the holder goes on."""
+    """A lower term is refused, and the holder's own from another, naming the holder; it goes on."""
     epoch = await subject.open()
     epoch = await subject.driver.open(subject.scheduler_id, term=epoch.capacity.term + 1)
     async with epoch.stream() as stream:
         await stream.step(epoch.plan())
         refusal = await subject.driver.open_refused(subject.rival_id, term=epoch.capacity.term - 1)
         _expect_held(refusal, subject.scheduler_id, epoch, "Open with a lower term")
+        refusal = await subject.driver.open_refused(subject.rival_id, term=epoch.capacity.term)
+        _expect_held(refusal, subject.scheduler_id, epoch, "Open with the holder's own term")
+        refusal = await subject.driver.open_refused(subject.scheduler_id, term=epoch.capacity.term - 1)
+        _expect_held(refusal, subject.scheduler_id, epoch, "Open by the holder with a lower term")
         await stream.step(epoch.plan())
 
 
@@ -726,12 +620,12 @@ async def living_holder_is_not_displaced(subject: Subject) -> None:
         _expect_held(refusal, subject.scheduler_id, epoch, "Open with term 0")
         await stream.done_writing()
         expect_end(await stream.end(), grpc.StatusCode.OK, "the holder closed its stream")
-    rival = await _open_once_free(subject, subject.rival_id)
+    rival = await open_once_free(subject, subject.rival_id)
     require(
         rival.capacity.term > epoch.capacity.term,
         f"term 0 was granted as {rival.capacity.term}; the holder's was {epoch.capacity.term}",
     )
-    await _open_once_free(subject, subject.scheduler_id)
+    await open_once_free(subject, subject.scheduler_id)
 
 
 async def higher_term_fences(subject: Subject) -> None:
@@ -753,7 +647,7 @@ async def higher_term_fences(subject: Subject) -> None:
     _expect_held(refusal, subject.rival_id, new, "Open with the displaced holder's term")
     async with new.stream() as stream:
         await stream.step(new.plan())
-    await _open_once_free(subject, subject.scheduler_id)
+    await open_once_free(subject, subject.scheduler_id)
 
 
 CHECKS: Final[tuple[Check, ...]] = (
@@ -778,10 +672,29 @@ CHECKS: Final[tuple[Check, ...]] = (
     seq_id_is_used_once,
     blocks_exist,
     reserved_fields_are_refused,
+    refusal_checks.acknowledgements_name_results,
+    refusal_checks.columns_fit,
+    refusal_checks.rows_fit,
+    refusal_checks.unknown_sequences_are_refused,
+    refusal_checks.admissions_fit,
+    refusal_checks.prompt_logprobs_begin_where_they_can,
+    refusal_checks.capacity_is_kept,
+    refusal_checks.too_long_a_sequence_is_not_computed,
+    sampling_checks.temperature_is_heeded,
+    sampling_checks.top_k_is_kept,
+    sampling_checks.top_p_is_kept,
+    sampling_checks.min_p_is_kept,
+    sampling_checks.seeds_tell_draws_apart,
+    sampling_checks.draws_follow_the_output,
+    sampling_checks.end_tokens_end,
+    sampling_checks.longest_sequence_ends,
+    sampling_checks.options_not_offered_are_refused,
     logprobs_are_reported,
+    sampling_checks.logprobs_are_of_the_raw_distribution,
     token_lists_are_kept,
     bias_is_added,
     penalties_count_the_output,
+    sampling_checks.penalties_weigh,
     prompt_logprobs_come_once,
     duplicate_is_answered_once_computed,
     duplicate_that_differs,
@@ -792,6 +705,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     reattach_after_a_break,
     newest_stream_wins,
     same_holder_opens_again,
+    refusal_checks.open_forgets_sequences,
     lower_term_is_refused,
     living_holder_is_not_displaced,
     higher_term_fences,
@@ -807,17 +721,3 @@ def _expect_held(ended: Ended, scheduler_id: str, holder: Epoch, what: str) -> N
     require(
         named == held, f"{what} was refused naming {named} in the trailing metadata; the holder is {held}"
     )
-
-
-async def _open_once_free(subject: Subject, scheduler_id: str) -> Epoch:
-    """Open with term 0 as soon as the executor has noticed that the holder's stream is gone."""
-    deadline = asyncio.get_running_loop().time() + subject.timeout_seconds
-    while True:
-        try:
-            return await subject.driver.open(scheduler_id)
-        except grpc.aio.AioRpcError as error:
-            if asyncio.get_running_loop().time() > deadline:
-                raise Failure(
-                    f"the holder's stream is gone and Open is still refused ({ended_by(error)})"
-                ) from error
-        await asyncio.sleep(0.05)

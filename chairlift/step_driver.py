@@ -213,6 +213,8 @@ class Stream:
             raise Failure(f"step {step_id} had no result within {self._timeout_seconds:g} s") from None
         if result is _EOF:
             raise Failure(f"the stream ended in place of the result of step {step_id}")
+        if result is None:  # how grpc tells of bytes that it cannot parse
+            raise Failure(f"what came for step {step_id} is no StepResult")
         _check_form(result, self._epoch.capacity.epoch, step_id)
         self._epoch.applied(result)
         return result  # type: ignore[no-any-return]  # the stub is untyped in its asyncio half
@@ -240,17 +242,27 @@ class Stream:
 
     async def end(self) -> Ended:
         """How the executor ends the stream. Raises Failure when it sends a result instead, or nothing."""
+        answer = await self._result_or_end("the stream was still open after {:g} s; it must end")
+        if not isinstance(answer, Ended):
+            raise Failure(f"a result of step {answer.step_id} came where the stream must end")
+        return answer
+
+    async def result_or_end(self) -> executor_pb2.StepResult | Ended:
+        """The next result, whatever is in it, or how the executor ends the stream instead."""
+        return await self._result_or_end("nothing came within {:g} s")
+
+    async def _result_or_end(self, late: str) -> executor_pb2.StepResult | Ended:
         try:
             message = await asyncio.wait_for(self._call.read(), self._timeout_seconds)
         except grpc.aio.AioRpcError as error:
             return ended_by(error)
         except TimeoutError:
-            raise Failure(
-                f"the stream was still open after {self._timeout_seconds:g} s; it must end"
-            ) from None
-        if message is not _EOF:
-            raise Failure(f"a result of step {message.step_id} came where the stream must end")
-        return Ended(await self._call.code(), await self._call.details() or "")
+            raise Failure(late.format(self._timeout_seconds)) from None
+        if message is None:  # how grpc tells of bytes that it cannot parse
+            raise Failure("what came is no StepResult")
+        if message is _EOF:
+            return Ended(await self._call.code(), await self._call.details() or "")
+        return message  # type: ignore[no-any-return]  # the stub is untyped in its asyncio half
 
 
 def _check_form(result: executor_pb2.StepResult, epoch: int, step_id: int) -> None:

@@ -1,5 +1,5 @@
 // An executor of docs/protocol.md in one page: npm install && node executor.mjs [ADDRESS]
-// Its "model" is a hash of the whole context. `chairlift conformance ADDRESS` finds nothing to complain of.
+// To its "model" a hash of the context is the likeliest token, and each id after it less likely. `chairlift conformance ADDRESS` finds nothing to complain of.
 import { createHash, randomBytes } from "node:crypto";
 import { fileURLToPath } from "node:url";
 import { isDeepStrictEqual } from "node:util";
@@ -7,12 +7,13 @@ import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
 import { HealthImplementation } from "grpc-health-check";
 
-const CAPACITY = { protocol_revision: 1, num_blocks: 512, block_size: 4, max_num_seqs: 8, max_num_batched_tokens: 64, max_seq_len: 128,
-  max_window: 2, vocab_size: 97, eos_token_ids: [0], row_invariant: true, dtype: "none", device: "toy", instance_id: randomBytes(8).toString("hex") };
+const VOCABULARY = 97, CAPACITY = { protocol_revision: 1, num_blocks: 512, block_size: 4, max_num_seqs: 8, max_num_batched_tokens: 64, max_seq_len: 128,
+  max_window: 2, vocab_size: VOCABULARY, eos_token_ids: [0], row_invariant: true, dtype: "none", device: "toy", instance_id: randomBytes(8).toString("hex") };
 const { ABORTED, DATA_LOSS, FAILED_PRECONDITION, INVALID_ARGUMENT, PERMISSION_DENIED } = grpc.status;
 let holder = "", term = 0, epoch = null, live = null; // live: the newest stream that brought a plan
 const whose = new Map(); // each epoch there was
 
+const hash = (text) => createHash("sha256").update(text).digest().readUInt32LE();
 const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 const demand = (holds, sentence) => { if (!holds) throw new Error(sentence); }; // what is thrown ends the epoch
 function refusal(code, details = `held by ${holder} at term ${term}`) {
@@ -23,14 +24,13 @@ function refusal(code, details = `held by ${holder} at term ${term}`) {
 }
 const refuse = (call, ...why) => call?.emit("error", refusal(...why));
 
-function open({ request: { scheduler_id: asks, term: asked } }, answer) {
-  const isHolder = asks === holder;
+function open({ request }, answer) {
+  const asks = request.scheduler_id, asked = Number(request.term), isHolder = asks === holder;
   if (holder && !(isHolder ? !asked || asked >= term : asked ? asked > term : !live)) return answer(refusal(PERMISSION_DENIED));
   [holder, term] = [asks, asked || term + 1];
   refuse(live, isHolder ? FAILED_PRECONDITION : PERMISSION_DENIED);
   live = null;
-  epoch = { id: 1 + randomBytes(6).readUIntLE(0, 6), // 64 bits on the wire; numbers of JavaScript have 53
-    sequences: new Map(), used: new Set(), kept: new Map(), last: 0, acked: 0 };
+  epoch = { id: `${randomBytes(8).readBigUInt64LE() | 1n}`, sequences: new Map(), used: new Set(), kept: new Map(), last: 0, acked: 0 };
   whose.set(epoch.id, holder);
   answer(null, { ...CAPACITY, epoch: epoch.id, term });
 }
@@ -46,29 +46,31 @@ function execute(call) {
 }
 
 function answered(plan) { // each plan once, in order; one that comes again gets the kept result
-  const { step_id: step, acked_step_id: acked } = plan, kept = epoch.kept.get(step);
+  const step = Number(plan.step_id), acked = Number(plan.acked_step_id), kept = epoch.kept.get(step);
   demand(kept ? isDeepStrictEqual(kept.plan, plan) : step === epoch.last + 1, "a plan is out of order, or came again and differs");
   if (kept) return kept.result;
   demand(acked >= epoch.acked && acked <= epoch.last && step - acked <= CAPACITY.max_window, "acked_step_id names no result, or too many are unanswered");
   Object.assign(epoch, { last: step, acked });
   for (const old of epoch.kept.keys()) if (old <= acked) epoch.kept.delete(old);
-  const result = run(plan);
+  const result = run(plan, step);
   epoch.kept.set(step, { plan, result });
   return result;
 }
 
-function run(plan) {
+function run(plan, step) {
   const { sequences, used } = epoch, find = (id) => sequences.get(id) ?? demand(false, `sequence ${id} is unknown`);
-  const result = { epoch: epoch.id, step_id: plan.step_id, seq_ids: [], num_sampled: [], token_ids: [], finished: [], errors: [] };
+  const result = { epoch: epoch.id, step_id: step, seq_ids: [], num_sampled: [], token_ids: [], finished: [], errors: [] };
   demand(!plan.block_copies.length && !plan.zero_block_ids.length && !plan.draft_tokens.length, "a reserved field is set");
   for (const [id, { ended }] of sequences) if (ended <= epoch.acked || plan.released_seq_ids.includes(id)) sequences.delete(id);
   for (const { seq_id: id, token_ids: tokens, block_ids, num_computed_tokens: computed, num_prompt_tokens: prompt, sampling } of plan.admitted) {
-    demand(!used.has(id) && computed < tokens.length, `sequence ${id} was used before, or has nothing to compute`);
-    const ends = [...sampling.stop_token_ids, ...(sampling.ignore_eos ? [] : CAPACITY.eos_token_ids)];
-    const isBad = tokens.some((token) => token >= CAPACITY.vocab_size); // one row's error, not the epoch's
-    if (isBad) result.errors.push({ seq_id: id, message: "a token id is outside the vocabulary", status_code: INVALID_ARGUMENT });
+    demand(id && !used.has(id) && computed < tokens.length, `sequence ${id} is 0, was used before, or has nothing to compute`);
+    demand(prompt && prompt <= tokens.length, "a prompt without tokens, or with more than are known");
+    const ends = [...sampling.stop_token_ids.map(Number), ...(sampling.ignore_eos ? [] : CAPACITY.eos_token_ids)];
+    const isTooLong = tokens.length >= CAPACITY.max_seq_len, isOutside = tokens.some((token) => token >= VOCABULARY);
+    const isBad = isTooLong || isOutside || isMore(sampling); // one row's error, not the epoch's
+    if (isBad) result.errors.push({ seq_id: id, message: "too long, outside the vocabulary, or not served here", status_code: INVALID_ARGUMENT });
     used.add(id);
-    sequences.set(id, { tokens: [...tokens], computed, prompt, sampling, ends, blocks: block_ids.length, ended: isBad ? plan.step_id : Infinity });
+    sequences.set(id, { tokens: [...tokens], computed, prompt, sampling, ends, blocks: block_ids.length, ended: isBad ? step : Infinity });
   }
   const blocks = [...plan.new_block_ids, ...plan.admitted.flatMap((one) => one.block_ids)], rows = new Set(plan.seq_ids);
   demand(blocks.every((block) => block < CAPACITY.num_blocks), "no such block");
@@ -76,7 +78,7 @@ function run(plan) {
   demand(plan.seq_ids.length === plan.num_tokens.length && rows.size === plan.seq_ids.length, "ragged rows, or two of one sequence");
   demand(rows.size <= CAPACITY.max_num_seqs && sum(plan.num_tokens) <= CAPACITY.max_num_batched_tokens, "the plan is above the capacity");
   plan.grown_seq_ids.forEach((id, i) => { find(id).blocks += plan.num_new_blocks[i]; });
-  demand(sum(plan.seq_ids.map((id) => find(id).computed)) === plan.positions_sum, "positions_sum is wrong");
+  demand(sum(plan.seq_ids.map((id) => find(id).computed)) === Number(plan.positions_sum), "positions_sum is wrong");
   plan.seq_ids.forEach((id, i) => row(result, id, find(id), plan.num_tokens[i]));
   return result;
 }
@@ -88,8 +90,7 @@ function row(result, id, sequence, count) {
   result.seq_ids.push(id);
   result.num_sampled.push(samples ? 1 : 0);
   if (!samples) return;
-  let token = createHash("sha256").update(tokens.join()).digest().readUInt32LE() % CAPACITY.vocab_size;
-  while (tokens.length - prompt < sampling.min_tokens && ends.includes(token)) token = (token + 1) % CAPACITY.vocab_size;
+  const token = choice(sequence);
   tokens.push(token);
   result.token_ids.push(token);
   const isStop = ends.includes(token);
@@ -98,8 +99,25 @@ function row(result, id, sequence, count) {
   result.finished.push({ seq_id: id, reason: isStop ? "FINISH_REASON_STOP" : "FINISH_REASON_LENGTH", ...(isStop && { matched_token_id: token }) });
 }
 
+function choice({ tokens, prompt, sampling: { temperature = 1, top_p = 1, top_k = 0, min_p = 0, min_tokens = 0, seed = 0 }, ends }) {
+  const index = tokens.length - prompt, first = hash(tokens.join());
+  const ids = Array.from({ length: VOCABULARY }, (_, i) => (first + i) % VOCABULARY).filter((id) => index >= min_tokens || !ends.includes(id));
+  if (temperature === 0) return ids[0];
+  let weights = ids.map((_, i) => Math.exp(-i / temperature)).slice(0, top_k > 0 ? top_k : VOCABULARY), before = 0;
+  const enough = top_p * sum(weights);
+  weights = weights.filter((weight) => (before += weight) - weight < enough && weight >= min_p); // the first weighs 1
+  let left = (hash(`${seed} ${index}`) / 2 ** 32) * sum(weights);
+  return ids[weights.findIndex((weight) => (left -= weight) < 0)];
+}
+
+const isMore = (sampling) => ["logprobs", "prompt_logprobs", "constraint"].some((name) => sampling[name] !== undefined) // than every executor serves
+  || (sampling.repetition_penalty ?? 1) !== 1 || sampling.presence_penalty || sampling.frequency_penalty
+  || [Object.keys(sampling.logit_bias), sampling.allowed_token_ids, sampling.banned_token_ids].some((ids) => ids.length);
+
+// 64-bit numbers come as text, so that seeds stay whole. Keys of `logit_bias`, here and in clients, come as eight characters: their bytes.
+const options = { keepCase: true, longs: String, enums: String, defaults: true, oneofs: true };
 const includeDirs = [fileURLToPath(new URL("../..", import.meta.url))]; // where protos/ is
-const contract = protoLoader.loadSync("protos/v1/executor.proto", { includeDirs, keepCase: true, longs: Number, enums: String, defaults: true });
+const contract = protoLoader.loadSync("protos/v1/executor.proto", { ...options, includeDirs });
 const server = new grpc.Server(), address = process.argv[2] ?? "127.0.0.1:50053";
 server.addService(contract["chairlift.v1.Executor"], { Open: open, Execute: execute });
 new HealthImplementation({ "": "SERVING", "chairlift.v1.Executor": "SERVING" }).addToServer(server);

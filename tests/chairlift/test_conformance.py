@@ -29,15 +29,19 @@ def failures(outcomes: dict[str, Outcome]) -> list[str]:
     return [f"{o.name}: {o.sentence}" for o in outcomes.values() if o.verdict is Verdict.FAILED]
 
 
-@pytest.mark.parametrize("window", [1, 2])
+# None of constraints: its runner has no text.
+FEATURES = ("logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists")
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
 async def test_the_scripted_executor_conforms(tmp_path: Path, window: int) -> None:
-    with scripted_executor.running(Script(window=window), tmp_path) as executor:
+    script = Script(window=window, draws=True, features=FEATURES, max_seq_len=256)
+    with scripted_executor.running(script, tmp_path) as executor:
         code, outcomes = await verdicts(executor.address)
     assert failures(outcomes) == []
     assert (code, len(outcomes)) == (0, len(CHECKS))
     skipped = {name for name, outcome in outcomes.items() if outcome.verdict is Verdict.SKIPPED}
-    not_offered = {"token lists are kept", "bias is added", "penalties count the output"}
-    assert skipped == not_offered | (set() if window > 1 else {"window two", "ghosts"})
+    assert skipped == (set() if window > 1 else {"window two", "ghosts"})
 
 
 async def test_the_toy_executor_written_from_the_protocols_page_conforms(tmp_path: Path) -> None:
@@ -48,7 +52,7 @@ async def test_the_toy_executor_written_from_the_protocols_page_conforms(tmp_pat
 
 
 async def test_our_executor_conforms_with_a_real_model(tmp_path: Path) -> None:
-    flags = ["--model", str(tiny_model.build(tmp_path / "tiny")), "--listen", f"unix:{tmp_path}/e.sock"]
+    flags = ["--model", str(tiny_model.build(tmp_path / "tiny", max_seq_len=512)), "--listen", f"unix:{tmp_path}/e.sock"]
     flags += ["--dtype", "float32", "--num-blocks", "256", "--num-threads", "1"]
     with service_process.running("executor", *flags) as executor:
         code, outcomes = await verdicts(executor.address)
@@ -60,7 +64,7 @@ async def test_our_executor_conforms_with_a_real_model(tmp_path: Path) -> None:
 async def test_our_executor_conforms_when_it_launches_a_step_before_the_one_before_is_settled(
     tmp_path: Path,
 ) -> None:
-    flags = ["--model", str(tiny_model.build(tmp_path / "tiny")), "--listen", f"unix:{tmp_path}/e.sock"]
+    flags = ["--model", str(tiny_model.build(tmp_path / "tiny", max_seq_len=512)), "--listen", f"unix:{tmp_path}/e.sock"]
     flags += ["--dtype", "float32", "--num-blocks", "256", "--num-threads", "1"]
     with service_process.running("tests.rig.late_executor", *flags) as executor:
         code, outcomes = await verdicts(executor.address)

@@ -93,6 +93,8 @@ class Script:
     tokenizer_fingerprint: str = ""
     features: tuple[str, ...] = ("logprobs", "prompt_logprobs")
     """What is told. Scripted logits are sampled with penalties, bias and lists; scripted ids are not."""
+    draws: bool = False
+    """Whether ids that are not scripted are drawn, from logits that a hash of the context gives."""
     requests: tuple[RequestScript, ...] = ()
     faults: tuple[Fault, ...] = ()
     log_path: str = ""
@@ -270,6 +272,8 @@ class ScriptedRunner:
             return 0, None, request.row_errors[row.output_index]
         if row.output_index < len(request.logits):
             return self._sample_logits(request.logits[row.output_index], row)
+        if self._script.draws:
+            return self._sample_logits(_hashed_logits(context, self.vocab_size), row)
         excluded = frozenset(row.masked_ids) | frozenset(self.eos_token_ids)
         if (
             row.output_index < len(request.token_ids)
@@ -291,6 +295,12 @@ class ScriptedRunner:
         padded[0, : len(logits)] = torch.tensor(logits, dtype=torch.float32)
         sampled = sampler.sample(padded, [row])
         return sampled.token_ids[0], sampled.logprobs[0], sampled.errors[0]
+
+
+def _hashed_logits(context: tuple[int, ...], vocab_size: int) -> tuple[float, ...]:
+    """Logits in which no two are alike, after this context."""
+    ids = np.asarray(context, dtype=np.int64)
+    return tuple(np.random.default_rng(zlib.crc32(ids.tobytes())).normal(size=vocab_size, scale=3.0).tolist())
 
 
 def _certain(token_id: int, params: SamplingParams) -> TokenLogprobs | None:

@@ -1,10 +1,12 @@
 """A step-protocol executor from scratch, as a stranger would write it from docs/protocol.md.
 
-Nothing of ours but the stubs. Its "model" hashes the whole context, so the next token is a function of the
-sequence alone. Run: `python -m tests.rig.toy_executor unix:/tmp/toy.sock`.
+Nothing of ours but the stubs. To its "model" a hash of the whole context is the likeliest token, and each id
+after it less likely, so the next token is a function of the sequence and its seed alone. Run: `python -m tests.rig.toy_executor unix:/tmp/toy.sock`.
 """
 
 import asyncio
+import itertools
+import math
 import random
 import sys
 import zlib
@@ -40,11 +42,37 @@ class Sequence:
         self.ends = set(self.sampling.stop_token_ids) | (set() if self.sampling.ignore_eos else {EOS})
 
     def next_token(self) -> int:
-        output_index = len(self.tokens) - self.new.num_prompt_tokens
-        token = zlib.crc32(repr(self.tokens).encode()) % VOCAB
-        while output_index < self.sampling.min_tokens and token in self.ends:
-            token = (token + 1) % VOCAB
-        return token
+        sampling, output_index = self.sampling, len(self.tokens) - self.new.num_prompt_tokens
+        first = zlib.crc32(repr(self.tokens).encode())
+        held_back = self.ends if output_index < sampling.min_tokens else set()
+        ids = [(first + i) % VOCAB for i in range(VOCAB) if (first + i) % VOCAB not in held_back]
+        if sampling.temperature == 0:
+            return ids[0]
+        weights = [math.exp(-i / sampling.temperature) for i in range(len(ids))]
+        weights = weights[: sampling.top_k] if sampling.top_k > 0 else weights
+        enough = sum(weights) * (sampling.top_p if sampling.HasField("top_p") else 1.0)
+        reached = itertools.accumulate(weights)
+        weights = [w for w, so_far in zip(weights, reached, strict=True) if so_far - w < enough]
+        weights = [w for w in weights if w >= sampling.min_p]  # the first weighs 1
+        return self.drawn(ids[: len(weights)], weights, output_index)
+
+    def drawn(self, ids: list[int], weights: list[float], output_index: int) -> int:
+        return random.Random(f"{self.sampling.seed} {output_index}").choices(ids, weights)[0]  # noqa: S311
+
+
+def unserved(sampling: Any) -> bool:
+    """Whether it asks for more than every executor serves."""
+    return bool(
+        sampling.HasField("logprobs")
+        or sampling.HasField("prompt_logprobs")
+        or (sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1)
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.logit_bias
+        or sampling.allowed_token_ids
+        or sampling.banned_token_ids
+        or sampling.WhichOneof("constraint")
+    )
 
 
 class Epoch:
@@ -79,26 +107,26 @@ class Epoch:
             if forgotten or seq_id in plan.released_seq_ids:
                 del self.sequences[seq_id]
         for new in plan.admitted:
+            check(new.seq_id > 0, "seq_id 0 names nobody")
             check(new.seq_id not in self.used, f"seq_id {new.seq_id} was used before")
+            check(1 <= new.num_prompt_tokens <= len(new.token_ids), "a prompt without or past the tokens")
             check(new.num_computed_tokens < len(new.token_ids), "nothing is left to compute")
             check(all(block < NUM_BLOCKS for block in new.block_ids), "no such block")
             self.used.add(new.seq_id)
             self.sequences[new.seq_id] = Sequence(new)
-            if max(new.token_ids) >= VOCAB:
+            if max(new.token_ids) >= VOCAB or len(new.token_ids) >= MAX_LEN or unserved(new.sampling):
                 self.sequences[new.seq_id].ended_step = plan.step_id
-                result.errors.add(
-                    seq_id=new.seq_id, message="a token id is outside the vocabulary", status_code=3
-                )
+                message = "too long, outside the vocabulary, or an option that is not served"
+                result.errors.add(seq_id=new.seq_id, message=message, status_code=3)
         check(len(plan.grown_seq_ids) == len(plan.num_new_blocks), "ragged growth")
-        check(sum(plan.num_new_blocks) == len(plan.new_block_ids), "ragged growth")
+        check(sum(plan.num_new_blocks) == len(plan.new_block_ids), "ragged blocks")
         check(all(block < NUM_BLOCKS for block in plan.new_block_ids), "no such block")
         for seq_id, count in zip(plan.grown_seq_ids, plan.num_new_blocks, strict=True):
-            check(seq_id in self.sequences, f"sequence {seq_id} is unknown")
+            check(seq_id in self.sequences, f"sequence {seq_id} grows and is unknown")
             self.sequences[seq_id].num_blocks += count
         check(len(plan.seq_ids) == len(plan.num_tokens), "ragged rows")
-        check(
-            len(set(plan.seq_ids)) == len(plan.seq_ids) <= MAX_ROWS, "too many rows, or two of one sequence"
-        )
+        check(len(plan.seq_ids) <= MAX_ROWS, "too many rows")
+        check(len(set(plan.seq_ids)) == len(plan.seq_ids), "two rows of one sequence")
         check(sum(plan.num_tokens) <= MAX_TOKENS, "too many tokens")
         check(all(seq_id in self.sequences for seq_id in plan.seq_ids), "a row's sequence is unknown")
         positions_sum = sum(self.sequences[seq_id].computed for seq_id in plan.seq_ids)
@@ -111,7 +139,8 @@ class Epoch:
         sequence.computed += num_tokens
         if sequence.ended_step is not None:
             return  # a ghost: it counts in positions_sum and reports nothing
-        check(num_tokens >= 1 and sequence.computed <= len(sequence.tokens), "a row past the known tokens")
+        check(num_tokens >= 1, "a row of nothing")
+        check(sequence.computed <= len(sequence.tokens), "a row past the known tokens")
         check(sequence.computed <= sequence.num_blocks * BLOCK_SIZE, "a row past its blocks")
         result.seq_ids.append(sequence.new.seq_id)
         result.num_sampled.append(int(sequence.computed == len(sequence.tokens)))
