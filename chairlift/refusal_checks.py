@@ -92,20 +92,34 @@ async def acknowledgements_name_results(subject: Subject) -> None:
 
 async def columns_fit(subject: Subject) -> None:
     """Columns of different lengths end the epoch."""
-    for name, why in (
-        ("num_tokens", "there were more num_tokens than seq_ids"),
-        ("num_new_blocks", "there were more num_new_blocks than grown_seq_ids"),
-        ("new_block_ids", "there were more new_block_ids than num_new_blocks says"),
+
+    def a_row_without_tokens(plan: executor_pb2.BatchPlan) -> None:
+        del plan.num_tokens[:]
+
+    def tokens_without_a_row(plan: executor_pb2.BatchPlan) -> None:
+        plan.num_tokens.append(1)
+
+    def growth_without_a_number(plan: executor_pb2.BatchPlan) -> None:
+        del plan.num_new_blocks[:], plan.new_block_ids[:]
+
+    def a_number_without_growth(plan: executor_pb2.BatchPlan) -> None:
+        plan.num_new_blocks.append(0)
+
+    def a_block_too_few(plan: executor_pb2.BatchPlan) -> None:
+        del plan.new_block_ids[:]
+
+    def a_block_too_many(plan: executor_pb2.BatchPlan) -> None:
+        plan.new_block_ids.append(plan.new_block_ids[0])
+
+    for spoil, why in (
+        (a_row_without_tokens, "there were fewer num_tokens than seq_ids"),
+        (tokens_without_a_row, "there were more num_tokens than seq_ids"),
+        (growth_without_a_number, "there were fewer num_new_blocks than grown_seq_ids"),
+        (a_number_without_growth, "there were more num_new_blocks than grown_seq_ids"),
+        (a_block_too_few, "there were fewer new_block_ids than num_new_blocks says"),
+        (a_block_too_many, "there were more new_block_ids than num_new_blocks says"),
     ):
-
-        def longer(plan: executor_pb2.BatchPlan, name: str = name) -> None:
-            getattr(plan, name).append(1)
-
-        def shorter(plan: executor_pb2.BatchPlan, name: str = name) -> None:
-            del getattr(plan, name)[-1]
-
-        await _expect_refused(subject, why, _spoiled(longer))
-        await _expect_refused(subject, why.replace("more", "fewer"), _spoiled(shorter))
+        await _expect_refused(subject, why, _spoiled(spoil))
 
 
 async def rows_fit(subject: Subject) -> None:

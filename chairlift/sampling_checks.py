@@ -16,7 +16,6 @@ from chairlift.checking import (
     STOP,
     Skipped,
     Subject,
-    ended_run,
     expect_finished,
     expect_tokens,
     greedy,
@@ -68,7 +67,14 @@ class Draws:
         self, samplings: Iterable[common_pb2.SamplingParams], *, num_prompt_tokens: int | None = None
     ) -> list[int]:
         """The token that each of these options gives; each of them ends its sequence."""
-        left, tokens = list(samplings), list[int]()
+        drawn = await self.ends(samplings, num_prompt_tokens=num_prompt_tokens)
+        return [token_id for token_id, _ in drawn]
+
+    async def ends(
+        self, samplings: Iterable[common_pb2.SamplingParams], *, num_prompt_tokens: int | None = None
+    ) -> list[tuple[int, executor_pb2.FinishedSequence]]:
+        """The same, with the end of each."""
+        left, drawn = list(samplings), list[tuple[int, executor_pb2.FinishedSequence]]()
         while left:
             together, left = left[: len(self._tables)], left[len(self._tables) :]
             news = [
@@ -79,10 +85,15 @@ class Draws:
             ]
             rows = {new.seq_id: len(self._token_ids) for new in news}
             result = await self._stream.step(self._epoch.plan(rows, admit=news))
-            tokens += [
-                token_id for one in expect_tokens(result, dict.fromkeys(rows, 1)).values() for token_id in one
-            ]
-        return tokens
+            tokens = expect_tokens(result, dict.fromkeys(rows, 1))
+            finished = {each.seq_id: each for each in result.finished}
+            require(
+                sorted(finished) == sorted(rows) and len(result.finished) == len(rows),
+                f"step {result.step_id} finished {[each.seq_id for each in result.finished]}; by max_tokens "
+                f"it should be {list(rows)}",
+            )
+            drawn += [(tokens[seq_id][0], finished[seq_id]) for seq_id in rows]
+        return drawn
 
 
 # --- temperature, filters, seeds --------------------------------------------------------------------
@@ -205,41 +216,37 @@ async def end_tokens_end(subject: Subject) -> None:
     ends, capacity = set(epoch.capacity.eos_token_ids), epoch.capacity
     if not ends:
         raise Skipped("the executor names no end tokens")
-    end = min(ends)
+    first_end = min(ends)
     other = next(token_id for token_id in range(capacity.vocab_size) if token_id not in ends)
     forced: dict[str, Any] = {}
     allowed: dict[str, Any] = {}
     if "token_lists" in capacity.features:
-        forced, allowed = {"allowed_token_ids": [end]}, {"allowed_token_ids": [end, other]}
+        forced, allowed = {"allowed_token_ids": [first_end]}, {"allowed_token_ids": [first_end, other]}
     elif "logit_bias" in capacity.features:
-        forced = allowed = {"logit_bias": {end: 100.0}}
-    prompt = prompt_of(epoch, PROMPT_TOKENS)
-    length = 3 if forced else min(60, capacity.max_seq_len - PROMPT_TOKENS - 1)
-    seeds = range(8 if forced else _MAX_DRAWN // length)
-    block_ids = epoch.blocks_for(PROMPT_TOKENS + length)
-    has_met = {"ended": False, "ignored": False}
+        forced = allowed = {"logit_bias": {first_end: 100.0}, "temperature": 0.0}
+    has_ended = has_been_ignored = False
     async with epoch.stream() as stream:
-
-        async def run(seed: int, **options: Any) -> tuple[list[int], executor_pb2.FinishedSequence]:
-            return await ended_run(epoch, stream, prompt, hot(length, seed, **options), block_ids=block_ids)
-
-        for seed in seeds:
-            if not has_met["ended"]:
-                output, finished = await run(seed, ignore_eos=False, **forced)
-                require(not ends & set(output[:-1]), f"the sequence went on past an end token: {output}")
-                has_met["ended"] = output[-1] in ends
-                stopped = (finished.reason, finished.matched_token_id) == (STOP, output[-1])
+        draws = Draws(epoch, stream, prompt_of(epoch, PROMPT_TOKENS))
+        for first in range(0, _MAX_DRAWN, _NUM_SEEDS):
+            seeds = range(first, first + _NUM_SEEDS)
+            for token_id, end in await draws.ends(hot(1, seed, ignore_eos=False, **forced) for seed in seeds):
+                has_ended |= token_id in ends
+                expected = (STOP, token_id) if token_id in ends else (LENGTH, 0)
                 require(
-                    stopped or not has_met["ended"], f"the end token {output[-1]} did not end it with STOP"
+                    (end.reason, end.matched_token_id) == expected,
+                    f"{token_id} came and {end.reason, end.matched_token_id} was told (reason, matched); it "
+                    f"should be {expected}: the end tokens are {sorted(ends)}",
                 )
-            if not has_met["ignored"]:
-                output, finished = await run(seed, ignore_eos=True, **forced)
-                has_met["ignored"] = bool(ends & set(output))
-                require(finished.reason == LENGTH, f"with ignore_eos {output} ended with STOP")
-            output, _ = await run(seed, ignore_eos=False, min_tokens=length, **allowed)
-            require(not ends & set(output), f"with min_tokens {length} an end token came before: {output}")
-    if not all(has_met.values()):
-        raise Skipped(f"no end token came among {_MAX_DRAWN} tokens, and none can be forced")
+            for token_id, end in await draws.ends(hot(1, seed, **forced) for seed in seeds):
+                has_been_ignored |= token_id in ends
+                require(end.reason == LENGTH, f"with ignore_eos {token_id} ended its sequence with STOP")
+            held = await draws.tokens(
+                hot(1, seed, ignore_eos=False, min_tokens=1, **allowed) for seed in seeds
+            )
+            require(not ends & set(held), f"an end token came before min_tokens were out: {held}")
+            if has_ended and has_been_ignored:
+                return
+    raise Skipped(f"no end token came among {_MAX_DRAWN} tokens, and none can be forced")
 
 
 async def longest_sequence_ends(subject: Subject) -> None:

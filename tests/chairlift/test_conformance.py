@@ -8,6 +8,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from chairlift import conformance
+from chairlift.checking import STOP
 from chairlift.conformance import Outcome, Verdict
 from chairlift.protocol_checks import CHECKS, SERVICE_NAME
 from chairlift.step_driver import ExecutorDriver
@@ -52,7 +53,12 @@ async def test_the_toy_executor_written_from_the_protocols_page_conforms(tmp_pat
 
 
 async def test_our_executor_conforms_with_a_real_model(tmp_path: Path) -> None:
-    flags = ["--model", str(tiny_model.build(tmp_path / "tiny", max_seq_len=512)), "--listen", f"unix:{tmp_path}/e.sock"]
+    flags = [
+        "--model",
+        str(tiny_model.build(tmp_path / "tiny", max_seq_len=512)),
+        "--listen",
+        f"unix:{tmp_path}/e.sock",
+    ]
     flags += ["--dtype", "float32", "--num-blocks", "256", "--num-threads", "1"]
     with service_process.running("executor", *flags) as executor:
         code, outcomes = await verdicts(executor.address)
@@ -64,7 +70,12 @@ async def test_our_executor_conforms_with_a_real_model(tmp_path: Path) -> None:
 async def test_our_executor_conforms_when_it_launches_a_step_before_the_one_before_is_settled(
     tmp_path: Path,
 ) -> None:
-    flags = ["--model", str(tiny_model.build(tmp_path / "tiny", max_seq_len=512)), "--listen", f"unix:{tmp_path}/e.sock"]
+    flags = [
+        "--model",
+        str(tiny_model.build(tmp_path / "tiny", max_seq_len=512)),
+        "--listen",
+        f"unix:{tmp_path}/e.sock",
+    ]
     flags += ["--dtype", "float32", "--num-blocks", "256", "--num-threads", "1"]
     with service_process.running("tests.rig.late_executor", *flags) as executor:
         code, outcomes = await verdicts(executor.address)
@@ -157,7 +168,9 @@ async def start_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts a toy executor in this process, spoiled by a function; the toy's module is mended afterwards."""
     for owner, name in [
         (toy_executor.Epoch, "answer"),
+        (toy_executor.Epoch, "run"),
         (toy_executor.Epoch, "run_row"),
+        (toy_executor.Sequence, "end"),
         (toy_executor.Sequence, "__init__"),
         (toy_executor, "check"),
     ]:
@@ -202,6 +215,76 @@ async def test_an_executor_that_breaks_a_rule_fails_the_check_of_that_rule(
     assert code == 1
     assert outcomes[failing].verdict is Verdict.FAILED
     assert outcomes["plan without rows"].verdict is Verdict.PASSED
+
+
+def stops_at_the_third_token(executor: toy_executor.ToyExecutor) -> None:
+    end = toy_executor.Sequence.end
+
+    def end_early(self: toy_executor.Sequence, token: int) -> Any:
+        num_output = len(self.tokens) - self.new.num_prompt_tokens
+        return end(self, token) or ((STOP, token) if num_output == 3 else None)
+
+    toy_executor.Sequence.end = end_early  # type: ignore[method-assign]
+
+
+def ends_a_token_early(executor: toy_executor.ToyExecutor) -> None:
+    init = toy_executor.Sequence.__init__
+
+    def with_less(self: toy_executor.Sequence, new: Any) -> None:
+        init(self, new)
+        self.sampling = type(new.sampling)()
+        self.sampling.CopyFrom(new.sampling)
+        self.sampling.max_tokens -= 1
+
+    toy_executor.Sequence.__init__ = with_less  # type: ignore[method-assign]
+
+
+def answers_for_the_next_sequence(executor: toy_executor.ToyExecutor) -> None:
+    run = toy_executor.Epoch.run
+
+    def run_otherwise(self: toy_executor.Epoch, plan: Any) -> Any:
+        result = run(self, plan)
+        result.seq_ids[:] = [seq_id + 1 for seq_id in result.seq_ids]
+        return result
+
+    toy_executor.Epoch.run = run_otherwise  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "spoil", [stops_at_the_third_token, ends_a_token_early, answers_for_the_next_sequence]
+)
+async def test_whatever_an_executor_answers_is_a_verdict_and_the_other_checks_run(
+    start_toy: Callable[..., Awaitable[str]], spoil: Callable[[toy_executor.ToyExecutor], None]
+) -> None:
+    code, outcomes = await verdicts(await start_toy(spoil), timeout_seconds=1.0)
+    assert code == 1
+    assert len(outcomes) == len(CHECKS)
+    assert outcomes["stop id ends"].verdict is Verdict.FAILED
+    assert outcomes["plan without rows"].verdict is Verdict.PASSED
+    assert not any("could not be read" in outcome.sentence for outcome in outcomes.values())
+
+
+async def test_a_check_that_stumbles_over_an_answer_fails_with_a_sentence() -> None:
+    async def an_odd_check(_: Any) -> None:
+        {}["seq_id"]
+
+    subject: Any = None
+    found = await conformance.judged(an_odd_check, subject)
+    assert found.verdict is Verdict.FAILED
+    assert found.name == "an odd check"
+    assert found.sentence == "what the executor answered could not be read (KeyError: 'seq_id')"
+
+
+def test_how_long_an_answer_is_waited_for_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+
+    async def run(address: str, report: object, *, certificates: object, timeout_seconds: float) -> int:
+        told.append(timeout_seconds)
+        return 0
+
+    monkeypatch.setattr(conformance, "run", run)
+    assert conformance.main(["--timeout", "1.5", "unix:/x"]) == conformance.main(["unix:/x"]) == 0
+    assert told == [1.5, 60]
 
 
 async def test_without_an_executor_there_is_no_verdict(

@@ -1,7 +1,8 @@
 """A step-protocol executor from scratch, as a stranger would write it from docs/protocol.md.
 
 Nothing of ours but the stubs. To its "model" a hash of the whole context is the likeliest token, and each id
-after it less likely, so the next token is a function of the sequence and its seed alone. Run: `python -m tests.rig.toy_executor unix:/tmp/toy.sock`.
+after it less likely; so the next token is a function of the sequence and its seed alone. Run:
+`python -m tests.rig.toy_executor unix:/tmp/toy.sock`.
 """
 
 import asyncio
@@ -57,7 +58,24 @@ class Sequence:
         return self.drawn(ids[: len(weights)], weights, output_index)
 
     def drawn(self, ids: list[int], weights: list[float], output_index: int) -> int:
-        return random.Random(f"{self.sampling.seed} {output_index}").choices(ids, weights)[0]  # noqa: S311
+        return random.Random(f"{self.sampling.seed} {output_index}").choices(ids, weights)[0]
+
+    def end(self, token: int) -> tuple[Any, int | None] | None:
+        """Why it ends with this token, the newest, and the one that was matched."""
+        if token in self.ends:
+            return common_pb2.FINISH_REASON_STOP, token
+        num_output = len(self.tokens) - self.new.num_prompt_tokens
+        is_long = num_output >= self.sampling.max_tokens or len(self.tokens) >= MAX_LEN
+        return (common_pb2.FINISH_REASON_LENGTH, None) if is_long else None
+
+
+def fault_of(new: Any) -> str:
+    """What is wrong with one request, and no reason to end the epoch; empty when nothing is."""
+    if max(new.token_ids) >= VOCAB:
+        return "a token id is outside the vocabulary"
+    if len(new.token_ids) >= MAX_LEN:
+        return f"it has no room within {MAX_LEN} tokens"
+    return "an option is not served here" if unserved(new.sampling) else ""
 
 
 def unserved(sampling: Any) -> bool:
@@ -114,9 +132,8 @@ class Epoch:
             check(all(block < NUM_BLOCKS for block in new.block_ids), "no such block")
             self.used.add(new.seq_id)
             self.sequences[new.seq_id] = Sequence(new)
-            if max(new.token_ids) >= VOCAB or len(new.token_ids) >= MAX_LEN or unserved(new.sampling):
+            if message := fault_of(new):
                 self.sequences[new.seq_id].ended_step = plan.step_id
-                message = "too long, outside the vocabulary, or an option that is not served"
                 result.errors.add(seq_id=new.seq_id, message=message, status_code=3)
         check(len(plan.grown_seq_ids) == len(plan.num_new_blocks), "ragged growth")
         check(sum(plan.num_new_blocks) == len(plan.new_block_ids), "ragged blocks")
@@ -149,15 +166,9 @@ class Epoch:
         token = sequence.next_token()
         sequence.tokens.append(token)
         result.token_ids.append(token)
-        num_output = len(sequence.tokens) - sequence.new.num_prompt_tokens
-        if token in sequence.ends:
-            reason, matched = common_pb2.FINISH_REASON_STOP, token
-        elif num_output >= sequence.sampling.max_tokens or len(sequence.tokens) >= MAX_LEN:
-            reason, matched = common_pb2.FINISH_REASON_LENGTH, None
-        else:
-            return
-        sequence.ended_step = result.step_id
-        result.finished.add(seq_id=sequence.new.seq_id, reason=reason, matched_token_id=matched)
+        if (end := sequence.end(token)) is not None:
+            sequence.ended_step = result.step_id
+            result.finished.add(seq_id=sequence.new.seq_id, reason=end[0], matched_token_id=end[1])
 
 
 class ToyExecutor(executor_pb2_grpc.ExecutorServicer):
