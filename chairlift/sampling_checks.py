@@ -349,7 +349,8 @@ async def penalties_weigh(subject: Subject) -> None:
     async with epoch.stream() as stream:
         chances = [await _chance(epoch, stream, known, token_id) for token_id in (said, unsaid)]
         # What was said leads by 1, and both lead all others.
-        bias = {said: 50.0, unsaid: 49.0 + chances[0] - chances[1]}
+        gap = chances[0] - chances[1]
+        bias = {said: min(100.0, 101.0 - gap), unsaid: min(100.0, 99.0 + gap)}
         draws = Draws(epoch, stream, known)
         for num_output, penalties, chosen, sentence in (
             (2, {}, said, "what leads by 1 is not chosen"),

@@ -11,7 +11,7 @@ const root = fileURLToPath(new URL("../..", import.meta.url)); // where protos/ 
 const definition = protoLoader.loadSync("protos/v1/router.proto", {
   includeDirs: [root],
   keepCase: true, // names as the contract writes them
-  longs: String, // seeds have 64 bits, numbers of JavaScript 53
+  longs: String, // seeds have 64 bits, numbers of JavaScript 53 (and `logit_bias` of an answer has the bytes of ids for keys)
   enums: String,
   defaults: true, // an empty text is "", not undefined
   oneofs: true,

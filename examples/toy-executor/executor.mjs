@@ -1,5 +1,6 @@
 // An executor of docs/protocol.md in one page: npm install && node executor.mjs [ADDRESS]
-// To its "model" a hash of the context is the likeliest token, and each id after it less likely. `chairlift conformance ADDRESS` finds nothing to complain of.
+// To its "model" a hash of the context is the likeliest token, and each id after it is less likely than the one before.
+// `chairlift conformance ADDRESS` finds nothing to complain of.
 import { createHash, randomBytes } from "node:crypto";
 import { fileURLToPath } from "node:url";
 import { isDeepStrictEqual } from "node:util";
@@ -10,7 +11,7 @@ import { HealthImplementation } from "grpc-health-check";
 const VOCABULARY = 97, CAPACITY = { protocol_revision: 1, num_blocks: 512, block_size: 4, max_num_seqs: 8, max_num_batched_tokens: 64, max_seq_len: 128,
   max_window: 2, vocab_size: VOCABULARY, eos_token_ids: [0], row_invariant: true, dtype: "none", device: "toy", instance_id: randomBytes(8).toString("hex") };
 const { ABORTED, DATA_LOSS, FAILED_PRECONDITION, INVALID_ARGUMENT, PERMISSION_DENIED } = grpc.status;
-let holder = "", term = 0, epoch = null, live = null; // live: the newest stream that brought a plan
+let holder = "", term = 0, epoch = null, live = null, opened = 0; // live: the newest stream that brought a plan
 const whose = new Map(); // each epoch there was
 
 const hash = (text) => createHash("sha256").update(text).digest().readUInt32LE();
@@ -37,8 +38,10 @@ function open({ request }, answer) {
 
 function execute(call) {
   const leave = () => { if (live === call) live = null; };
+  call.number = ++opened;
   call.on("data", (plan) => {
     if (plan.epoch !== epoch?.id) return refuse(call, (whose.get(plan.epoch) ?? holder) === holder ? FAILED_PRECONDITION : PERMISSION_DENIED);
+    if (live?.number > call.number) return refuse(call, ABORTED);
     if (live !== call) refuse(live, ABORTED);
     live = call;
     try { call.write(answered(plan)); } catch ({ message }) { epoch = null; refuse(call, DATA_LOSS, message); }
@@ -63,11 +66,9 @@ function run(plan, step) {
   demand(!plan.block_copies.length && !plan.zero_block_ids.length && !plan.draft_tokens.length, "a reserved field is set");
   for (const [id, { ended }] of sequences) if (ended <= epoch.acked || plan.released_seq_ids.includes(id)) sequences.delete(id);
   for (const { seq_id: id, token_ids: tokens, block_ids, num_computed_tokens: computed, num_prompt_tokens: prompt, sampling } of plan.admitted) {
-    demand(id && !used.has(id) && computed < tokens.length, `sequence ${id} is 0, was used before, or has nothing to compute`);
-    demand(prompt && prompt <= tokens.length, "a prompt without tokens, or with more than are known");
+    demand(id && !used.has(id) && computed < tokens.length && prompt && prompt <= tokens.length, `sequence ${id} cannot be admitted`);
     const ends = [...sampling.stop_token_ids.map(Number), ...(sampling.ignore_eos ? [] : CAPACITY.eos_token_ids)];
-    const isTooLong = tokens.length >= CAPACITY.max_seq_len, isOutside = tokens.some((token) => token >= VOCABULARY);
-    const isBad = isTooLong || isOutside || isMore(sampling); // one row's error, not the epoch's
+    const isBad = tokens.length >= CAPACITY.max_seq_len || tokens.some((token) => token >= VOCABULARY) || isMore(sampling);
     if (isBad) result.errors.push({ seq_id: id, message: "too long, outside the vocabulary, or not served here", status_code: INVALID_ARGUMENT });
     used.add(id);
     sequences.set(id, { tokens: [...tokens], computed, prompt, sampling, ends, blocks: block_ids.length, ended: isBad ? step : Infinity });
@@ -114,10 +115,10 @@ const isMore = (sampling) => ["logprobs", "prompt_logprobs", "constraint"].some(
   || (sampling.repetition_penalty ?? 1) !== 1 || sampling.presence_penalty || sampling.frequency_penalty
   || [Object.keys(sampling.logit_bias), sampling.allowed_token_ids, sampling.banned_token_ids].some((ids) => ids.length);
 
-// 64-bit numbers come as text, so that seeds stay whole. Keys of `logit_bias`, here and in clients, come as eight characters: their bytes.
-const options = { keepCase: true, longs: String, enums: String, defaults: true, oneofs: true };
 const includeDirs = [fileURLToPath(new URL("../..", import.meta.url))]; // where protos/ is
-const contract = protoLoader.loadSync("protos/v1/executor.proto", { ...options, includeDirs });
+// Numbers of 64 bits come as text, so that seeds stay whole. (Keys of `logit_bias` would come as their bytes, eight characters.)
+const options = { includeDirs, keepCase: true, longs: String, enums: String, defaults: true, oneofs: true };
+const contract = protoLoader.loadSync("protos/v1/executor.proto", options);
 const server = new grpc.Server(), address = process.argv[2] ?? "127.0.0.1:50053";
 server.addService(contract["chairlift.v1.Executor"], { Open: open, Execute: execute });
 new HealthImplementation({ "": "SERVING", "chairlift.v1.Executor": "SERVING" }).addToServer(server);

@@ -133,8 +133,8 @@ class SamplingParams(_message.Message):
     router's `--default-max-tokens` (without it the model's generation config) if that is less.
     """
     min_tokens: _builtins.int
-    """End tokens and stop token ids cannot be chosen before this many tokens are out. 0 <= min_tokens <=
-    max_tokens. Default 0.
+    """What would end the output (stop token ids, and end tokens unless `ignore_eos`) cannot be chosen before
+    this many tokens are out. 0 <= min_tokens <= max_tokens. Default 0.
     """
     ignore_eos: _builtins.bool
     """Go on past the model's end tokens. Default false."""
@@ -167,7 +167,9 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids. -100 to 100; at most 4,096 entries."""
+        """Added to the logits of these token ids. -100 to 100; at most 4,096 entries. (JavaScript: protobufjs reads
+        the keys as strings of eight characters, their bytes; it writes keys in digits.)
+        """
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -311,7 +313,9 @@ class TokenLogprobs(_message.Message):
     """Its place among all tokens, 1 being the most likely."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The most likely tokens, most likely first; ties by the lower id."""
+        """The most likely tokens, most likely first; ties by the lower id. As many as asked for, fewer only where all
+        others have a probability of zero.
+        """
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

@@ -84,7 +84,7 @@ class OpenResponse(_message.Message):
     epoch: _builtins.int
     """Random; names this lifetime of the executor's state. Never 0."""
     instance_id: _builtins.str
-    """Names the executor process."""
+    """Names the executor process; another process has another name."""
     term: _builtins.int
     """The term granted."""
     protocol_revision: _builtins.int
@@ -328,7 +328,7 @@ class NewSequence(_message.Message):
     seq_id: _builtins.int
     """Names this admission; never used twice in an epoch. >= 1."""
     num_prompt_tokens: _builtins.int
-    """How many of them are the client's prompt. Output index, min_tokens and the sampler's counter start
+    """How many of them are the client's prompt, >= 1. Output index, min_tokens and the sampler's counter start
     here, never at the resumed length.
     """
     num_computed_tokens: _builtins.int
@@ -562,7 +562,9 @@ class SequenceError(_message.Message):
     message: _builtins.str
     """What went wrong, as a sentence for the client."""
     status_code: _builtins.int
-    """gRPC status code the client gets."""
+    """gRPC status code the client gets: 3 (INVALID_ARGUMENT) for what is wrong with its request, an option that
+    is not served included, 13 (INTERNAL) for what is not.
+    """
     def __init__(
         self,
         *,
