@@ -1,21 +1,22 @@
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from chairlift import conformance
 from chairlift.checking import STOP
 from chairlift.conformance import Outcome, Verdict
-from chairlift.protocol_checks import CHECKS, SERVICE_NAME
+from chairlift.protocol_checks import CHECKS
 from chairlift.step_driver import ExecutorDriver
 from protos.v1 import executor_pb2_grpc
 from rpc.address import Address
 from rpc.channel import connect
 from tests.chairlift.fake_router import FakeRouter, listening
+from tests.chairlift.toys import serving
 from tests.rig import scripted_executor, service_process, tiny_model, toy_executor
 from tests.rig.scripted_executor import Script
 
@@ -175,23 +176,14 @@ async def start_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (toy_executor, "check"),
     ]:
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    server = grpc.aio.server()
+    async with contextlib.AsyncExitStack() as stack:
 
-    async def start(spoil: Callable[[toy_executor.ToyExecutor], None]) -> str:
-        executor = toy_executor.ToyExecutor()
-        spoil(executor)
-        executor_pb2_grpc.add_ExecutorServicer_to_server(executor, server)
-        healthy: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        for name in ("", SERVICE_NAME):
-            await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-        address = f"unix:{tmp_path}/toy.sock"
-        server.add_insecure_port(address)
-        await server.start()
-        return address
+        async def start(spoil: Callable[[toy_executor.ToyExecutor], None]) -> str:
+            executor = toy_executor.ToyExecutor()
+            spoil(executor)
+            return await stack.enter_async_context(serving(executor, tmp_path))
 
-    yield start
-    await server.stop(0)
+        yield start
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.chairlift.able_toy import Wrong, make_able
 from tests.chairlift.toys import Spoil, computing_all, draws_by, failing, method, with_options
 from tests.rig import toy_executor
 
@@ -78,6 +79,37 @@ DRAWS = {"temperature is heeded", "top k is kept", "seeds tell draws apart", "dr
     ],
 )
 async def test_an_executor_that_draws_or_ends_wrongly_fails_the_check_of_that_rule(
+    spoil: Spoil, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await failing(spoil, tmp_path, monkeypatch) == expected
+
+
+def able(**wrong: Any) -> Spoil:
+    def spoil(monkeypatch: pytest.MonkeyPatch, executor: toy_executor.ToyExecutor) -> None:
+        make_able(monkeypatch, executor, Wrong(**wrong))
+
+    return spoil
+
+
+RAW = {"logprobs are of the raw distribution"}
+WEIGHED = {"penalties weigh"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (able(), set()),
+        (able(num_alternatives_missing=1), RAW),
+        (able(is_hot=True), RAW),
+        (able(is_biased=True), RAW),
+        (able(presence_counts_each=True), WEIGHED),
+        (able(frequency_counts_once=True), WEIGHED),
+        (able(output_begins_at=0), WEIGHED),
+        (able(repetition_begins_at_the_output=True), WEIGHED),
+        (able(without="repetition"), WEIGHED),
+    ],
+)
+async def test_an_executor_that_weighs_or_tells_wrongly_fails_the_check_of_that_rule(
     spoil: Spoil, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await failing(spoil, tmp_path, monkeypatch) == expected

