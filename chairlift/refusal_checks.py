@@ -230,7 +230,7 @@ async def capacity_is_kept(subject: Subject) -> None:
             return _crowd(epoch, running, [1] * most_rows)
 
         await _expect_refused(subject, f"a plan had {most_rows + 1} rows", too_many_rows)
-    row = min(most_tokens, capacity.max_seq_len - 2)
+    row = max(1, min(most_tokens, capacity.max_seq_len - 2))
     rest = most_tokens % row
     rows = [row] * (most_tokens // row) + ([rest] if rest else [])
     if len(rows) >= most_rows:

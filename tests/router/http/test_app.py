@@ -657,8 +657,10 @@ async def test_an_error_says_which_request_it_was(
     statuses = [answer.status_code for answer in (mine, drawn, wrong, unsayable, unread)]
     assert statuses == [408, 408, 400, 400, 400]
     ids = [answer.headers.get("x-request-id") for answer in (mine, drawn, wrong, unsayable, unread)]
-    assert ids[:2] == [submit.request_id for submit in submits] == ["mine", ids[1]]
+    assert ids[0] == "mine"
+    assert ids[1]
     assert ids[2]
+    assert {submit.request_id for submit in submits} <= set(ids[:2])
     assert ids[3:] == [None, None]  # it has none yet
     logged = [line.get("request_id") for line in lines if line["event"] == "request_failed"]
     assert logged == ids
