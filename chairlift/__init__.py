@@ -1,4 +1,4 @@
-"""What a person types or imports: the command line, and the client library.
+"""The command line and the client library: what people type, and what they import.
 
     import chairlift
 

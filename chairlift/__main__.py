@@ -1,4 +1,4 @@
-"""The command line: one word says what to do; the rest belongs to the module that does it.
+"""The command line: its first word selects a command; that command's module reads the rest.
 
 Modules are imported when they are asked for, so that help and errors are quick. A service is not imported
 at all: the process becomes it.

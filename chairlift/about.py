@@ -1,4 +1,4 @@
-"""What `--help` says of a command: the opening of its module, so that both are true or neither is."""
+"""What `--help` says about a command: the module docstring, so that help and docstring cannot disagree."""
 
 
 def about(docstring: str | None) -> str:

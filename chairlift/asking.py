@@ -1,4 +1,4 @@
-"""What a caller of the client library may ask, as the message that travels. Pure."""
+"""Turns what a caller of the client library asks for into the message that is sent. Pure."""
 
 import json
 import reprlib

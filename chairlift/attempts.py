@@ -1,4 +1,4 @@
-"""How others end a request: the calls it is made of, one after the other, and all requests of a client.
+"""Lets others end a request, which is a series of calls (attempts), or all requests of a client.
 
 For threads and for asyncio alike. Nothing here waits, and no lock is held: a signal, or a stream that is
 collected as garbage, may come between any two steps. When to ask again is `patience`'s.

@@ -1,4 +1,4 @@
-"""`chairlift bench offline`: everything at once through a service of its own, and how long it took.
+"""`chairlift bench offline`: sends a workload all at once through a service of its own, and times it.
 
     chairlift bench offline [FLAGS OF SERVE] WORKLOAD.json RESULT.json
 

@@ -1,4 +1,4 @@
-"""`chairlift bench serve`: an open load on a running server, and what its clients see.
+"""`chairlift bench serve`: puts an open-loop load on a running server and measures what clients see.
 
     chairlift bench serve --rate 1 --duration 40 --trace azure2023_conv.csv --result result.json
 

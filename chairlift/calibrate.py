@@ -1,4 +1,4 @@
-"""`chairlift calibrate ADDRESS`: how long an executor's steps take, as prices that `--step-times` reads.
+"""`chairlift calibrate ADDRESS`: measures an executor's steps and writes prices that `--step-times` reads.
 
 It takes the executor over, so run it on one that nobody uses. Synthetic sequences of several widths and
 contexts are computed, prompts in chunks and then decoding, with two plans under way where the executor takes

@@ -1,4 +1,4 @@
-"""How what a person types or imports speaks to a router: where it is, who asks, and failures as errors."""
+"""What commands and the client library share for calling a router: its address, credentials, and errors."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""`chairlift certs DIR`: a CA of one's own and certificates of it, to try TLS on every hop.
+"""`chairlift certs DIR`: makes a CA and certificates signed by it, to try TLS on every hop.
 
 One CA, a certificate for each tier and one for clients. Tiers are servers and callers, so theirs serve as
 both; the client's is a caller's alone. A tier's certificate names the hosts it is usually found under: its

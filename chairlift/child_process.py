@@ -1,4 +1,4 @@
-"""One service process as its starter sees it: announced address, health, last words, end.
+"""One service process as its starter sees it: its announced address, health, last output and end.
 
 It is started by exec and knows its parent (see child.py); the variables that configure us are not handed on,
 because flags say everything.

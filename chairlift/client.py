@@ -1,4 +1,4 @@
-"""The client library: `Client` for threads, `AsyncClient` for asyncio; the same calls, the same answers.
+"""The client library: `Client` for threads, `AsyncClient` for asyncio, with the same calls and answers.
 
 Each is a thin shell around `transcript` (what is new), `patience` (when to ask again) and gRPC. A stream that
 breaks is resumed, at the next router where there are several, and goes on where it stopped.

@@ -1,4 +1,4 @@
-"""`chairlift conformance ADDRESS`: does an executor keep the step protocol of docs/protocol.md?
+"""`chairlift conformance ADDRESS`: checks that an executor keeps the step protocol of docs/protocol.md.
 
 It takes the executor over, so run it on one that nobody uses. The checks are in `protocol_checks`; here they
 are run and reported.

@@ -1,4 +1,4 @@
-"""`chairlift demo`: twelve questions at once on four seats, and what the batch did.
+"""`chairlift demo`: asks twelve questions at once on four seats, and shows what the batch did.
 
 A real service is started, asked and stopped three times: with the batch re-formed at every iteration, and
 with both kinds of request-level batching. It uses what any client has: Generate and Watch.

@@ -1,4 +1,4 @@
-"""`chairlift explain ID`: where the time of one request went, step by step, with reasons."""
+"""`chairlift explain ID`: shows where one request's time went, step by step, with the reasons."""
 
 import re
 import sys

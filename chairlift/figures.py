@@ -1,4 +1,4 @@
-"""The figures of a run: how fast, how soon, how full. Pure."""
+"""The figures of a run: throughput, latency, how full the batch was. Pure."""
 
 import statistics
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Files that a command writes at its end: a path that cannot be one is refused before the work."""
+"""Files that a command writes when it is done: a path it cannot write is refused before the work begins."""
 
 import argparse
 import os

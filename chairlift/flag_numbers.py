@@ -1,4 +1,4 @@
-"""Numbers as flags bear them, refused with a sentence: argparse by itself would name our functions."""
+"""Numbers in flags. A wrong one is refused with a sentence; argparse by itself would name our functions."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, as files on this machine: what `chairlift pull ORG/NAME` brings.
+"""Fetches models from the Hugging Face hub to this machine, for `chairlift pull ORG/NAME`.
 
 The hub's own library moves the bytes, into its own cache, which other programs share: it resumes, checks
 hashes, knows tokens and mirrors, and takes what is in the cache alone under HF_HUB_OFFLINE=1. The library is

@@ -1,4 +1,4 @@
-"""`chairlift key`: makes a random API key, for its user; the file of tenants holds its hash alone."""
+"""`chairlift key`: makes a random API key. Its user gets the key; the file of tenants holds only its hash."""
 
 import hashlib
 import secrets

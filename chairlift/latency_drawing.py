@@ -1,4 +1,4 @@
-"""How long clients wait, as two lines of text for a terminal: a bar for each bucket, and its bound below.
+"""How long clients wait, as two lines for a terminal: a bar for each bucket, with its bound below.
 
 Pure: from counts to renderables.
 """

@@ -1,4 +1,4 @@
-"""Lifts as text with colours, for a terminal of a given size. Pure: from lifts and a time to renderables."""
+"""Draws lifts as coloured text for a terminal of a given size. Pure: lifts and a time in, renderables out."""
 
 from collections.abc import Mapping
 from typing import Final

@@ -1,4 +1,4 @@
-"""An open load and its figures: who comes when with what, and what the answers were worth. Pure.
+"""An open-loop load and its figures: which request comes when, and how good the answers were. Pure.
 
 Open: who comes does not wait for those before to be answered, as the world does not. So every time counts
 from the moment at which a request was due, and not from when the generator came round to sending it.

@@ -1,4 +1,4 @@
-"""Where our packages come from. Their names are generic: another `router` on the path would run in our place.
+"""Checks where our packages come from: their names are generic, and another `router` could run instead.
 
 Imports none of them, and nothing else that could be the wrong one.
 """

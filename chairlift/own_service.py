@@ -1,4 +1,4 @@
-"""A service of one's own: `chairlift serve` on a private socket, gone when the block is left."""
+"""A private service: `chairlift serve` on a socket of its own, which ends when the `with` block does."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The parser of every command: what is wrong is one sentence on stderr and exit code 2, as in services."""
+"""The parser of every command. An error is one sentence on stderr and exit code 2, as in services."""
 
 import argparse
 from typing import Any, NoReturn

@@ -1,4 +1,4 @@
-"""When to ask again, and after how long. Pure: time and chance come in as arguments.
+"""When to retry, and after how long. Pure: time and randomness come in as arguments.
 
 UNAVAILABLE may always be tried again; RESOURCE_EXHAUSTED when the server says after how long (RetryInfo). The
 server's word goes before our own guess. Whoever gets anything new starts afresh.

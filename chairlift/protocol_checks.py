@@ -1,4 +1,4 @@
-"""What the step protocol asks of an executor, one check after the other (docs/protocol.md).
+"""What the step protocol (docs/protocol.md) requires of an executor, as a list of checks.
 
 Works on any model: prompts are small ids, stop ids are learned from a first greedy run. Each check opens an
 epoch of its own and knows nothing of the others; its docstring is the sentence reported when it passes. Plans

@@ -1,4 +1,4 @@
-"""`chairlift pull`: bring a model's files into the models directory, whole or not at all.
+"""`chairlift pull`: fetches a model's files into the models directory, whole or not at all.
 
 A file is written beside its name as NAME.part and renamed when its last byte is on disk, so a name that
 exists is a file that is complete; an interrupted pull goes on where it stopped. The checksums of a model's

@@ -1,4 +1,4 @@
-"""`chairlift replay`: a record told to the scheduler's core again, as it was or under other settings."""
+"""`chairlift replay`: feeds a record to the scheduler's core again, as it was or under other settings."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""What the client library gives: answers, pieces of a stream, and the one kind of error."""
+"""What the client library returns and raises: answers, pieces of a stream, and its one kind of error."""
 
 import enum
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Who sits where: the batch's membership, step by step, as seats of a chairlift.
+"""Which sequence sits where: the batch's membership, step by step, as seats of a chairlift.
 
 Pure: from what each step did to rows for people. A batch has members and no seats; drawn as seats, one sees
 at a glance who left and who took the place while the others rode on.

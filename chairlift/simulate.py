@@ -1,4 +1,4 @@
-"""`chairlift simulate`: what schedulers do to a load, with the server's own core under logical time."""
+"""`chairlift simulate`: runs a load under several schedulers, on the server's own core, in logical time."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`chairlift status`: how a running server is, tier by tier: health, versions, executors, load."""
+"""`chairlift status`: shows the state of a running server by tier: health, versions, executors, load."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A small scheduler's half of the step protocol, to drive an executor by hand.
+"""The scheduler's half of the step protocol in small, to drive an executor by hand.
 
 Plans are built one at a time and may be wrong on purpose. Knows the contract alone: nothing here comes from
 our scheduler or executor, so that it can judge both.

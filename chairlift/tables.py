@@ -1,4 +1,4 @@
-"""What is drawn with rich: tables as wide as the terminal, or as they like where there is none (a pipe)."""
+"""Tables drawn with rich: as wide as the terminal, or as their content where there is none (a pipe)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`chairlift top`: the batch of a running router as a moving picture in the terminal.
+"""`chairlift top`: shows the batch of a running server as a moving picture in the terminal.
 
 The live page's picture, from the same source: the router's Watch. What is drawn is made in `lift` and
 `lift_drawing`; here the steps are read and the clock is asked.

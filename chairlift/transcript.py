@@ -1,4 +1,4 @@
-"""The events of a stream into pieces, over as many streams as it takes: what was shown is never shown again.
+"""Turns the events of a stream, and of those that resume it, into pieces; nothing is shown twice.
 
 When a stream breaks, the request is resumed with the token of its first event and the ids that are there
 (docs/protocol.md, "Resuming as a client"), and goes on after them. Where no router knows the token any more,

@@ -1,4 +1,4 @@
-"""Waiting until a router serves, for commands typed right behind the one that starts it.
+"""Waits until a router serves, for commands typed right after the one that starts it.
 
 Only what passes by itself is waited for: nobody answers yet, or has nobody to compute yet. Whoever asks
 next is told of everything else.

@@ -1,4 +1,4 @@
-"""What one client waits for: the logs of its requests, and what has become of them since it last asked.
+"""One client's call: the logs of its requests, and their news since the client last took any.
 
 The same for every door; each puts the news into its own words. It must not know proto types or JSON.
 """

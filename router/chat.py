@@ -1,4 +1,4 @@
-"""A conversation into the text that the model was trained to continue, by its own chat template, sandboxed.
+"""Turns a conversation into the text that the model continues, by the model's chat template, sandboxed.
 
 Equal to `apply_chat_template` of Hugging Face transformers, character by character: same environment, same
 filters and functions. The template comes with the model and is code: it runs in jinja2's immutable sandbox,

@@ -1,4 +1,4 @@
-"""What a router can be told. Read once; each field is a flag and an environment variable."""
+"""A router's configuration, read once. Each field is a flag and an environment variable."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Asks, before a request is taken in, whether its output can be held to what it wants.
+"""Checks, before a request is taken in, whether its output can be held to its constraint.
 
 The trial runs in a process of its own (`constraint_worker`), which ends when it computes too long or takes
 too much: whatever a client sends, the event loop goes on and the router's memory stays. What is said of the

@@ -1,4 +1,4 @@
-"""Tries constraints out, in a process that may be killed: `python -m router.constraint_worker`.
+"""Tries constraints out in a process that may be killed: `python -m router.constraint_worker`.
 
 A line of JSON in, `[kind, value]`; a line of JSON out, what is wrong with it as the rest of a sentence, or
 null. The library is the executor's, with the same limits, on a vocabulary of single bytes: what it builds

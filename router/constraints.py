@@ -1,4 +1,4 @@
-"""What an output can be held to, and the forms of it that the door takes.
+"""The constraints that an output can be held to, and the forms in which the door takes them.
 
 The executor holds the output to it. Here its form and size are looked at; whether it can be kept to at all
 says the library that the executor uses (`constraint_checks`). Pure; it must not know tokens or doors.

@@ -1,4 +1,4 @@
-"""Token ids into text as they come, so that the joined pieces equal decoding all ids at once.
+"""Turns token ids into text as they come; the pieces joined equal the decoding of all ids at once.
 
 The law, for every sequence of ids and every way of cutting it: joined `push` + `flush` is what the
 tokenizer's own `decode(ids, skip_special_tokens=True)` gives. Text that has been handed out is never taken

@@ -1,4 +1,4 @@
-"""The file of tenants on disk: read at start, and again when it has changed, so that a key can be taken back.
+"""The file of tenants on disk: read at start, and again when it has changed, so that keys can be revoked.
 
 A change that cannot be used is logged and the keys of before stay. What cannot be read now (a right is
 missing, no descriptor is left) is tried again with the next call: nobody knows yet what it takes back.

@@ -1,4 +1,4 @@
-"""API keys: who a caller is, and what it may ask.
+"""API keys: who a caller is, and what it may ask for.
 
 A key is random and long, so its SHA-256 alone is kept: the file of tenants tells nobody a key. Each table of
 the file is a tenant; `keys`, `best_priority` and `admin` are read here, the rest is the scheduler's, and is

@@ -1,4 +1,4 @@
-"""What a router tells Prometheus. Reads what is kept anyway; counts nothing itself.
+"""A router's metrics for Prometheus. Reads what other modules keep anyway; counts nothing itself.
 
 Text of clients never becomes a label: no model name, path, tenant or request id is among them.
 """

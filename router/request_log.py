@@ -1,4 +1,4 @@
-"""The log of one live request: what rebuilds the tier below it, and what its client has yet to be told.
+"""The log of one live request: what a scheduler can be rebuilt from, and what its client has yet to get.
 
 Rules:
   1. Ids are appended in the order in which the scheduler sent them, each once, and never taken back.

@@ -1,4 +1,4 @@
-"""Going on with a request whose stream broke: the token that proves whose it is, and what its client holds.
+"""Resuming a request whose stream broke: the token that proves whose it is, and what its client has.
 
 A token is made when a request is accepted and can be verified by every router that has the cluster's secret.
 It binds tenant, request id, the time of acceptance and the digest of the body, so that nobody can guess the

@@ -1,4 +1,4 @@
-"""What the steps of an executor changed, as frames for those who look; for latecomers also who sits there.
+"""What an executor's steps changed, as frames for the live page; newcomers also get who sits where.
 
 A frame tells several steps: of most of them only that they happened. A looker who missed frames, or has just
 come, is given a whole one. Pure; it must not know proto types, sockets, or pages.

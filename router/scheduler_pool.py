@@ -1,4 +1,4 @@
-"""Every scheduler a router knows: shards, each with executors of its own, and the standbys of each.
+"""All schedulers that a router knows: shards, each with executors of its own, and each shard's standbys.
 
 A shard is led by the one member that serves; of two that say so, by the one of the higher term. What runs at
 another member, because it is gone or was deposed, goes on at the leader at once. What runs in a shard without

@@ -1,4 +1,4 @@
-"""The gRPC door: calls of `chairlift.v1.Router` into local requests, what comes of them into its messages.
+"""The gRPC door: turns calls of `chairlift.v1.Router` into local requests, and their results into messages.
 
 What a request means is decided in `validation`; how it is taken in, waited for and let go, in `intake`.
 """

@@ -1,4 +1,4 @@
-"""Cuts a client that takes nothing of its stream: it must not hold KV blocks and memory for ever.
+"""Cuts off a client that reads nothing of its stream: it must not hold KV blocks and memory for ever.
 
 Between two looks of one timer for each stream, a write costs two assignments: every token passes here. It
 must not know what is written, or how.

@@ -1,4 +1,4 @@
-"""Cut a text, as it comes, at the first place where a stop string completes.
+"""Cuts a text, as it comes, at the first place where a stop string completes.
 
 The result is what one gets by taking the whole text and reading it from the left until any stop is complete.
 When several complete with the same character, the longest counts: it begins first, and no part of a stop may

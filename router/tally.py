@@ -1,4 +1,4 @@
-"""What became of requests: each that came in is counted once when it leaves, by its outcome. Pure.
+"""Counts how requests ended: each is counted once, when it leaves, by its outcome. Pure.
 
 received = ok + cancelled + refused + deadline + failed + taken_over + those under way
 """

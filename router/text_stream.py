@@ -1,4 +1,4 @@
-"""The text of one sequence: ids in, certain text out, cut at the first stop string.
+"""The text of one sequence: ids in, text that will not change out, cut at the first stop string.
 
 Ids are taken in one at a time, so the text after n ids is a function of those ids and the stops alone,
 however the ids arrive: a stream that is resumed runs its ids from the first again and holds back the same.

@@ -1,4 +1,4 @@
-"""Text and conversations into token ids, and back: the model's tokenizer as the router uses it.
+"""Turns text and conversations into token ids, and back: the model's tokenizer as the router uses it.
 
 Ids are those of Hugging Face transformers: a plain text gets the special tokens of the tokenizer's
 post-processor once; a text that comes out of the chat template gets none, for the template writes its own.

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, found as it comes, in the form that the model was taught.
+"""Finds tool calls in an answer's text, as it comes, in the form in which the model was taught to make them.
 
   HERMES        <tool_call>{"name": "f", "arguments": {}}</tool_call>    Hermes, Qwen 2.5 and 3, SmolLM 3
   LLAMA3_JSON   {"name": "f", "parameters": {}}                          Llama 3; <|python_tag|> may lead it

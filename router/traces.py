@@ -1,4 +1,4 @@
-"""What a call's traces tell: a span for each request, from its arrival to its end.
+"""The router's spans: one for each request, from its arrival to its end.
 
 Its words are those of OpenTelemetry's conventions for generative models (`gen_ai.*`), and our own
 (`chairlift.*`) where they have none.

@@ -1,4 +1,4 @@
-"""The door: what a client may ask, and every value that is then in force.
+"""The door: what a client may ask for, and the value of every field that is then in force.
 
 A request is checked in two steps, because the prompt's length is known only after the tokenizer has run:
 `checked` looks at everything that can be known before, at a cost bounded by the request's size, and `fitted`

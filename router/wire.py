@@ -1,4 +1,4 @@
-"""Proto types and local types, both ways: with clients (`router.proto`), with schedulers (`scheduler.proto`).
+"""Converts proto types and local types: for clients (`router.proto`) and schedulers (`scheduler.proto`).
 
 Nothing is decided here. The one refusal that only this place can make is that of fields the contract does
 not have: they exist in a message's bytes alone.

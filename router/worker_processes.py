@@ -1,4 +1,4 @@
-"""Processes of our own for work that the event loop must not do, or its memory must not hold.
+"""Processes for work that would hold up the event loop, or take more memory than the router may.
 
 They are started when they are first needed, used again, and killed when what they were asked goes wrong. One
 that does not come up is started again: a process with threads in the middle of things is copied before it
