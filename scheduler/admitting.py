@@ -132,10 +132,25 @@ def next_one(core: "SchedulerCore", now: float, *, may_recompute: bool = True) -
     """
     while True:
         seq = core.recovery_pace.next(core.waiting, now, may_recompute=may_recompute)
-        if seq is None or seq.latest_start >= now or seq.has_started:
+        if seq is None or not _is_late(seq, now) or entrance.latest_start_at_best(core, seq) >= now:
             return seq
-        seq.latest_start = math.inf
-        core.waiting.reorder(seq)
+        put_behind(core, seq)
+
+
+def _is_late(seq: Sequence, now: float) -> bool:
+    """Whether `seq` seems too late to be done in time, going by what was known when it began to wait."""
+    return seq.latest_start < now and not seq.has_started
+
+
+def is_too_late(core: "SchedulerCore", seq: Sequence, now: float) -> bool:
+    """Whether it really is, when its beginning was looked for and so what is cached of it is known."""
+    return _is_late(seq, now) and entrance.latest_start(core, seq) < now
+
+
+def put_behind(core: "SchedulerCore", seq: Sequence) -> None:
+    """`seq` is too late: it comes after those that are not."""
+    seq.latest_start = math.inf
+    core.waiting.reorder(seq)
 
 
 def tokens_left_to(core: "SchedulerCore", state: ExecutorState, head: Sequence, now: float) -> int:
@@ -193,6 +208,9 @@ def _let_in(
             core.clocks.set(Reason.QUEUED_FOR_BLOCKS, now)
             return False
         case entrance.Fits(matched):
+            if is_too_late(core, seq, now):
+                put_behind(core, seq)
+                return True
             num_cached_tokens = len(matched) * state.blocks.block_size
             if turn is not None and turn.give_away(seq, num_cached_tokens, now):
                 core.waiting.park(seq)

@@ -132,8 +132,8 @@ def _check_hopeless(core: "SchedulerCore", request: Request, tenant: Tenant, now
         return
     num_waiting = len(core.waiting)
     wait = core.drain_rate.predicted_wait(num_waiting, now) if num_waiting else 0.0
-    # The least it can take: its length is not known, and a short answer must not be refused for long ones.
-    service = entrance.remaining_service(core, Sequence.of(request, tenant, NO_IDS, 0), num_new_tokens=1)
+    # The least it can take: neither its length is known, nor yet how much of it is cached.
+    service = entrance.least_service(core, Sequence.of(request, tenant, NO_IDS, 0))
     if now + service > request.deadline and core.doubt.may_refuse(now):
         left = request.deadline - now
         raise RefusedError(

@@ -5,7 +5,7 @@ sequence follows in the prefix cache, and the executor state's `is_hashing` and 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,8 @@ class PassedOver:
 
 
 Found = Fits | Blocked | Hashing | PassedOver
+
+NumCached = Callable[[ExecutorState], int]  # tokens that need no computing there
 
 
 def obstacle(state: ExecutorState, head: Sequence | None, *, has_budget: bool) -> Reason | None:
@@ -191,20 +193,36 @@ def who_makes_way(core: "SchedulerCore", state: ExecutorState, head: Sequence) -
 
 
 def latest_start(core: "SchedulerCore", seq: Sequence) -> float:
-    """When `seq` must begin to be done by its deadline; never, when it has none or nobody orders by it."""
+    """When `seq` must begin to be done by its deadline; never, when it has none or nobody orders by it.
+
+    What is cached of it counts as far as its names are made: of a new one, not before its turn.
+    """
+    return _latest_start(core, seq, lambda state: state.cache.num_found(seq))
+
+
+def latest_start_at_best(core: "SchedulerCore", seq: Sequence) -> float:
+    """When it must begin if all of its beginning that may be cached is."""
+    return _latest_start(core, seq, lambda state: state.cache.num_found_at_most(seq))
+
+
+def least_service(core: "SchedulerCore", seq: Sequence) -> float:
+    """Seconds that `seq` will take at the least: for one token, with all cached that may be."""
+    return _service(core, seq, 1, lambda state: state.cache.num_found_at_most(seq))
+
+
+def _latest_start(core: "SchedulerCore", seq: Sequence, num_cached: NumCached) -> float:
     deadline = seq.request.deadline
     if deadline is None or core.limits.policy is not Policy.DEADLINE:
         return float("inf")
-    return deadline - SERVICE_MARGIN * remaining_service(core, seq)
+    num_new_tokens = core.lengths.remaining(seq.num_output_tokens, seq.request.max_tokens)
+    return deadline - SERVICE_MARGIN * _service(core, seq, num_new_tokens, num_cached)
 
 
-def remaining_service(core: "SchedulerCore", seq: Sequence, num_new_tokens: int | None = None) -> float:
-    """Seconds that `seq` will take once it runs, by the measured step times; 0 while nothing was measured.
+def _service(core: "SchedulerCore", seq: Sequence, num_new_tokens: int, num_cached: NumCached) -> float:
+    """Seconds until `seq`, once it runs, has put out so many more tokens, by the measured step times.
 
-    `num_new_tokens`: how many it has still to put out; absent, as many as those that ended lead to expect.
+    0 while nothing was measured.
     """
-    if num_new_tokens is None:
-        num_new_tokens = core.lengths.remaining(seq.num_output_tokens, seq.request.max_tokens)
     times = []
     for state in core.executors.values():
         line = state.step_time.line
@@ -212,5 +230,5 @@ def remaining_service(core: "SchedulerCore", seq: Sequence, num_new_tokens: int 
             base, per_token = line
             width = max(1, len(state.running))
             decoding = num_new_tokens * (base + width * per_token)
-            times.append((len(seq.token_ids) * per_token + decoding) / 1e6)
+            times.append(((len(seq.token_ids) - num_cached(state)) * per_token + decoding) / 1e6)
     return min(times, default=0.0)

@@ -54,7 +54,7 @@ class PrefixCache:
         """
         self._take_up(seq)
         found: list[int] = []
-        usable = seq.max_cached_tokens // self._blocks.block_size if self._is_on else 0
+        usable = self._num_usable(seq)
         limit = len(seq.block_keys) + MAX_KEYS_AT_ONCE
         while len(found) < usable:
             if len(found) >= limit:
@@ -65,6 +65,26 @@ class PrefixCache:
                 break
             found.append(block_id)
         return found
+
+    def num_found(self, seq: Sequence) -> int:
+        """How many tokens of `seq` are there, as far as its names are made: none is made for this."""
+        names = self._keys_made(seq)[: self._num_usable(seq)]
+        missing = (index for index, name in enumerate(names) if self._blocks.find(name) is None)
+        return next(missing, len(names)) * self._blocks.block_size
+
+    def num_found_at_most(self, seq: Sequence) -> int:
+        """Most tokens of `seq` that may be there or under way, told from the name of its first block alone.
+
+        Whoever lacks the first lacks all, and one name is cheap.
+        """
+        num_usable = self._num_usable(seq)
+        if not num_usable:
+            return 0
+        self._take_up(seq)
+        self._make_keys(seq, 1)
+        first = seq.block_keys[0]
+        is_there = first in self._computing or self._blocks.find(first) is not None
+        return num_usable * self._blocks.block_size if is_there else 0
 
     def leader_of(self, seq: Sequence, num_matched: int) -> Sequence | None:
         """Who is just computing the block of `seq` that comes after its first `num_matched`, if anybody.
@@ -130,6 +150,10 @@ class PrefixCache:
         if index < len(seq.block_keys) and self._computing.get(seq.block_keys[index]) is seq:
             del self._computing[seq.block_keys[index]]
 
+    def _num_usable(self, seq: Sequence) -> int:
+        """How many blocks of `seq` may be found."""
+        return seq.max_cached_tokens // self._blocks.block_size if self._is_on else 0
+
     # --- keys --------------------------------------------------------------------------------------------
 
     def _take_up(self, seq: Sequence) -> None:
@@ -141,6 +165,11 @@ class PrefixCache:
             others = seq.other_block_keys = seq.other_block_keys or {}
             others[seq.keys_block_size], seq.block_keys = seq.block_keys, others.pop(size, [])
         seq.keys_block_size = size
+
+    def _keys_made(self, seq: Sequence) -> list[bytes]:
+        """The names made so far of blocks as long as these."""
+        size = self._blocks.block_size
+        return seq.block_keys if seq.keys_block_size == size else (seq.other_block_keys or {}).get(size, [])
 
     def _make_keys(self, seq: Sequence, count: int) -> None:
         keys = seq.block_keys

@@ -75,6 +75,9 @@ def displace_for_next(core: "SchedulerCore", state: ExecutorState, now: float) -
     if admitting.tokens_left_to(core, state, head, now) <= 0:
         return True  # it would get its seat and none of the tokens: a later step has some
     chosen = entrance.who_makes_way(core, state, head)
+    if chosen and admitting.is_too_late(core, head, now):
+        admitting.put_behind(core, head)
+        return True
     if chosen and state.session.num_unanswered:
         return False
     for seq in chosen:

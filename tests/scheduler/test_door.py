@@ -5,10 +5,12 @@ from array import array
 
 import pytest
 
+from scheduler import entrance
 from scheduler.door import RefusedError
 from scheduler.policy import Limits
-from scheduler.sequence import FinishReason, Request, State, StatusCode
+from scheduler.sequence import FinishReason, Request, Sequence, State, StatusCode
 from scheduler.tenants import TenantLimits
+from scheduler.token_ids import NO_IDS
 from scheduler.waiting import Policy
 from tests.scheduler.harness import EXECUTOR, Harness
 
@@ -386,6 +388,37 @@ def test_what_a_prediction_refuses_is_tried_once_a_minute_and_so_put_right() -> 
         with_steps_of(h, 20_000, 20)
     assert 6 <= num_refused < 40
     assert num_taken > 40
+
+
+def test_what_may_be_cached_is_not_counted_in_the_least_that_a_request_takes() -> None:
+    h = warm()
+    document = [i % 90 for i in range(200)]
+    h.submit("first", document, 2, ignore_eos=True)
+    h.run_to_end()
+    seq = h.submit("next", [*document, 1], 2, ignore_eos=True, deadline=h.now + 0.001)
+    h.run_to_end()
+    assert seq.num_cached_tokens == 200
+    error = refusal(h, "another's", 200, 2, deadline=h.now + 0.001, cache_salt="another's")
+    assert "takes at least 0.002 s" in error.message
+
+
+def test_the_beginning_that_is_just_being_computed_may_be_found_when_its_turn_comes() -> None:
+    h = warm()
+    h.submit("leader", list(range(200)), 2, ignore_eos=True)
+    h.plan()
+    h.submit("follower", list(range(200)), 2, deadline=h.now + 0.001, ignore_eos=True)
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_the_door_makes_one_name_however_long_the_prompt() -> None:
+    h = warm()
+    document = [i % 90 for i in range(900)]
+    h.submit("first", document, 2, ignore_eos=True)
+    h.run_to_end()
+    seq = Sequence.of(h.request("next", document, 2), h.core.tenants.get("", h.now), NO_IDS, 0)
+    assert entrance.least_service(h.core, seq) < 0.001
+    assert len(seq.block_keys) == 1
 
 
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.FAIR])

@@ -277,8 +277,8 @@ def test_nobody_makes_way_for_one_that_is_put_behind_as_too_late() -> None:
     for _ in range(15):
         h.step()
     late = h.submit("late", prompt(1, 51), 30, ignore_eos=True, deadline=h.now + 50)
-    late.latest_start = h.now - 1.0  # as if it had waited until it was too late
     h.submit("too big as yet", prompt(100, 52), 20, ignore_eos=True, deadline=h.now + 100)
+    h.now += 49.9999  # it has waited until it was too late
     h.step()
     assert low.state is State.RUNNING
     assert h.core.counters.displacements == 0
@@ -426,6 +426,31 @@ def test_under_the_deadline_policy_a_call_that_is_made_again_has_its_new_place(i
     assert started.index(first) == (1 if is_late else 0)
     h.core.submit(h.request("r1", prompt(4, 3), 4, ignore_eos=True), now=h.now)
     assert others[1].latest_start == float("inf"), "it has no deadline any more"
+
+
+@pytest.mark.parametrize(("num_shared", "first"), [(800, "chat"), (100, "other")])
+def test_at_the_entrance_what_is_cached_decides_who_is_too_late(num_shared: int, first: str) -> None:
+    """Computed anew it would be too late by far; how much of it is cached is known when its turn has come."""
+    h = Harness(
+        limits(policy=Policy.DEADLINE), num_blocks=512, max_num_seqs=1, max_num_batched_tokens=1024,
+        max_seq_len=1024,
+    )  # fmt: skip
+    for i in range(10):
+        h.submit(f"warm{i}", prompt(3 + i, i), 3, ignore_eos=True)
+    h.submit("before", prompt(800), 3, ignore_eos=True)
+    h.run_to_end()
+    h.submit("runs", [1], 3, ignore_eos=True)
+    h.step()
+    question = [*prompt(num_shared), *([89] * (801 - num_shared))]
+    h.submit("other", [7], 3, ignore_eos=True, deadline=h.now + 100.0)
+    chat = h.submit("chat", question, 3, ignore_eos=True, deadline=h.now + 0.006)
+    assert chat.latest_start < h.now
+    order: list[str] = []
+    while not h.core.is_idle:
+        h.step()
+        order += [name for name in h.members() if name not in order]
+    assert order[1] == first
+    h.check_outputs()
 
 
 def test_under_the_deadline_policy_least_slack_goes_first() -> None:

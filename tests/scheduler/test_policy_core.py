@@ -549,7 +549,7 @@ def test_what_is_too_late_goes_behind_what_can_still_be_done_and_is_not_given_up
         h.step()
     late = h.submit("late", [4, 5, 6], 4, ignore_eos=True, deadline=h.now + 2.0)
     can = h.submit("can", [7, 8, 9], 4, ignore_eos=True, deadline=h.now + 1000.0)
-    late.latest_start = h.now - 1.0  # as if it had waited until it was too late
+    h.now += 1.9999  # it has waited until it was too late
     while first.state is not State.FINISHED:
         h.step()
     h.step()
