@@ -201,9 +201,12 @@ def _let_in(
     match core.find_place(state, seq, follows=follows):
         case entrance.Hashing():
             return False  # it goes on in the next step
-        case entrance.PassedOver(own_reason, detail):
+        case entrance.AtOwnLimit():
+            pass  # which is told of all of its tenant's
+        case entrance.Follows(leader):
             if seq.time_line is not None:
-                seq.time_line.wait(now, core.clocks, step_id=0, detail=detail, own=own_reason)
+                detail = f"{leader.request.request_id} is computing its beginning"
+                seq.time_line.wait(now, core.clocks, step_id=0, detail=detail, own=Reason.QUEUED_FOR_PREFIX)
         case entrance.Blocked():
             core.clocks.set(Reason.QUEUED_FOR_BLOCKS, now)
             return False

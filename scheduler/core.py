@@ -44,7 +44,7 @@ from scheduler.sequence import (
     end_of_output,
 )
 from scheduler.stranded import Stranded
-from scheduler.tenants import Tenants
+from scheduler.tenants import Tenant, Tenants
 from scheduler.timers import Timers
 from scheduler.token_ids import NO_IDS, TokenIds
 from scheduler.waiting import WaitingQueue
@@ -82,7 +82,7 @@ class SchedulerCore:
         self.executors: dict[str, ExecutorState] = {}
         self.sequences: dict[bytes, Sequence] = {}
         self.tenants = Tenants(self.limits.tenants, self.limits.default_tenant)
-        self.waiting = WaitingQueue(self.limits.policy, self.limits.aging_seconds)
+        self.waiting = WaitingQueue(self.limits.policy, self.limits.aging_seconds, self._turn_aside)
         self.lengths = LengthModel()
         self.drain_rate = DrainRate()
         self.doubt = Doubt()
@@ -145,7 +145,7 @@ class SchedulerCore:
         self._num_submitted += 1
         self.sequences[request.key] = seq
         self._by_request.setdefault((request.tenant, request.request_id), {})[request.key] = seq
-        seq.time_line = TimeLine(request.arrival, now, self.clocks)
+        seq.time_line = TimeLine(request.arrival, now, self.clocks, seq.tenant.aside)
         if self.witness is not None:
             self.witness.arrived(seq)
         seq.tenant.draw_on_rates(seq.max_len, now)
@@ -584,6 +584,10 @@ class SchedulerCore:
         self.stranded.began_to_wait(self, seq, self._now)
         if self.inquiry:
             self.inquiry.began_to_wait(self, seq)
+
+    def _turn_aside(self, tenant: Tenant) -> None:
+        """`tenant` is passed over from now on, or takes part again."""
+        tenant.aside.turn(self._now, self.clocks)
 
     def unpark(self, seq: Sequence) -> bool:
         """Back into its place in the queue, unless it is kept out of it for another reason."""

@@ -43,14 +43,18 @@ class Hashing:
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOver:
-    """It waits for something of its own, and holds nobody back."""
-
-    reason: Reason
-    detail: str
+class AtOwnLimit:
+    """Its tenant is at a limit of its own: that one's are passed over, and hold nobody back."""
 
 
-Found = Fits | Blocked | Hashing | PassedOver
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """This one is just computing its beginning: it waits for that, and holds nobody back."""
+
+    leader: Sequence
+
+
+Found = Fits | Blocked | Hashing | AtOwnLimit | Follows
 
 NumCached = Callable[[ExecutorState], int]  # tokens that need no computing there
 
@@ -66,10 +70,9 @@ def obstacle(state: ExecutorState, head: Sequence | None, *, has_budget: bool) -
 
 def find(core: "SchedulerCore", state: ExecutorState, seq: Sequence, *, follows: bool) -> Found:
     """Whether `seq`, the next one, may enter."""
-    tenant = seq.tenant
     if not _tenant_allows(core, state, seq):
-        core.waiting.set_aside(tenant)
-        return PassedOver(Reason.QUEUED_FOR_TENANT, f"tenant {tenant.name!r} is at its own limit")
+        core.waiting.set_aside(seq)
+        return AtOwnLimit()
     matched = state.cache.matched(seq)
     if matched is None:
         state.is_hashing = True
@@ -78,7 +81,7 @@ def find(core: "SchedulerCore", state: ExecutorState, seq: Sequence, *, follows:
     if leader is not None:
         core.waiting.park(seq)
         state.cache.follow(seq, leader)
-        return PassedOver(Reason.QUEUED_FOR_PREFIX, f"{leader.request.request_id} is computing its beginning")
+        return Follows(leader)
     if state.too_full_for is seq:
         return Blocked()
     if _has_room(core, state, seq, matched):

@@ -3,7 +3,8 @@
 While it runs, a sequence only notes when something about it changes. While it waits, the reason is the same
 for everybody who waits: what keeps the next one from entering. So one clock for each reason runs in the core,
 and a waiting sequence takes its readings when it begins and when it ends to wait: no step costs more for how
-many wait.
+many wait. A tenant at a limit of its own is passed over as a whole, and one clock tells that of all its
+sequences.
 
 The durations of a sequence's entries add up to the time since it came in. Pure: time is an argument.
 """
@@ -79,17 +80,55 @@ class ReasonClocks:
         )
 
 
+class AsideClock:
+    """How long one tenant has been passed over, and how far the shared clocks ran meanwhile.
+
+    For its sequences they stood still then: they waited for their tenant's limit alone.
+    """
+
+    __slots__ = ("_began", "_missed", "whose")
+
+    def __init__(self, whose: str = "") -> None:
+        self.whose = whose
+        self._began: tuple[float, ...] | None = None  # what the shared clocks showed; None: it takes part
+        self._missed = (0.0,) * len(SHARED)  # by the shared clocks, while it was passed over
+
+    def turn(self, now: float, clocks: ReasonClocks) -> None:
+        """It is passed over from now on, or takes part again."""
+        if self._began is None:
+            self._began = clocks.readings(now)
+        else:
+            self._missed = self._missed_until(clocks.readings(now))
+            self._began = None
+
+    def readings(self, now: float, clocks: ReasonClocks) -> tuple[float, ...]:
+        """The shared clocks as its sequences see them, in the order of SHARED, and its own."""
+        shared = clocks.readings(now)
+        missed = self._missed_until(shared)
+        return (*(one - other for one, other in zip(shared, missed, strict=True)), sum(missed))
+
+    def _missed_until(self, readings: tuple[float, ...]) -> tuple[float, ...]:
+        if self._began is None:
+            return self._missed
+        stretches = zip(self._missed, readings, self._began, strict=True)
+        return tuple(missed + end - start for missed, end, start in stretches)
+
+
 class TimeLine:
     """One sequence's entries so far, and the stretch that is open."""
 
-    __slots__ = ("_arrival", "_detail", "_readings", "_reason", "_since", "_step_id", "entries")
+    __slots__ = ("_arrival", "_aside", "_detail", "_readings", "_reason", "_since", "_step_id", "entries")
 
-    def __init__(self, arrival: float, now: float, clocks: ReasonClocks) -> None:
+    def __init__(
+        self, arrival: float, now: float, clocks: ReasonClocks, aside: AsideClock | None = None
+    ) -> None:
+        """`aside`: the clock of its tenant."""
         self.entries: list[Entry] = []
         self._arrival = arrival
+        self._aside = aside or AsideClock()
         self._since = arrival
         self._reason: Reason | None = None
-        self._readings = clocks.readings(now)
+        self._readings = self._aside.readings(now, clocks)
         self._step_id = 0
         self._detail = "" if now <= arrival else f"{now - arrival:.3f} s of it at earlier schedulers"
 
@@ -98,7 +137,8 @@ class TimeLine:
     ) -> None:
         """It waits from now on: for its `own` reason, or for what everybody waits for."""
         self.close(now, clocks)
-        self._reason, self._readings, self._step_id, self._detail = own, clocks.readings(now), step_id, detail
+        self._readings = self._aside.readings(now, clocks)
+        self._reason, self._step_id, self._detail = own, step_id, detail
 
     def run(
         self, reason: Reason, now: float, clocks: ReasonClocks, *, step_id: int, detail: str = ""
@@ -115,13 +155,15 @@ class TimeLine:
         if self._reason is not None:
             self._add(self._since, span, self._reason)
         else:
-            self._close_wait(span, clocks.readings(now))
+            self._close_wait(span, self._aside.readings(now, clocks))
         self._since = now
 
     def _close_wait(self, span: float, readings: tuple[float, ...]) -> None:
         """Shares the wait out among the reasons whose clocks ran; what no clock saw was waited elsewhere."""
+        reasons = (*SHARED, Reason.QUEUED_FOR_TENANT)
         shares = [
-            (reason, end - start) for reason, end, start in zip(SHARED, readings, self._readings, strict=True)
+            (reason, end - start)
+            for reason, end, start in zip(reasons, readings, self._readings, strict=True)
         ]
         start = self._since
         unseen = span - sum(share for _, share in shares)
@@ -129,12 +171,13 @@ class TimeLine:
             self._add(start, unseen, Reason.QUEUED_FOR_EXECUTOR)
             start += unseen
         for reason, share in shares:
-            if share > 0:
+            if share > _ROUNDING:
                 self._add(start, share, reason)
                 start += share
 
     def _add(self, start: float, duration: float, reason: Reason) -> None:
-        self.entries.append(Entry(start - self._arrival, duration, reason, self._step_id, self._detail))
+        detail = self._aside.whose if reason is Reason.QUEUED_FOR_TENANT else self._detail
+        self.entries.append(Entry(start - self._arrival, duration, reason, self._step_id, detail))
 
     def so_far(self, now: float, clocks: ReasonClocks) -> list[Entry]:
         """All entries, the open stretch included, without ending it."""

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+from scheduler.explain import AsideClock
+
 INPUT_WEIGHT = 1.0  # virtual tokens for a prompt token computed
 OUTPUT_WEIGHT = 2.0  # for an output token
 _REMEMBERED_SECONDS = 60.0
@@ -93,9 +95,11 @@ class Tenant:
     _metered_at: float = 0.0
     requests: RateLimiter | None = field(init=False)
     tokens: RateLimiter | None = field(init=False)
+    aside: AsideClock = field(init=False)  # runs while it is passed over, being at a limit of its own
 
     def __post_init__(self) -> None:
         limits = self.limits
+        self.aside = AsideClock(f"tenant {self.name!r} is at its own limit")
         self.requests = (limits.requests_per_minute and RateLimiter(limits.requests_per_minute)) or None
         self.tokens = (limits.tokens_per_minute and RateLimiter(limits.tokens_per_minute)) or None
 

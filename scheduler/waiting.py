@@ -160,14 +160,21 @@ def _class_of(seq: Sequence) -> tuple[int, bool]:
 class WaitingQueue:
     """Sequences in state WAITING. The caller moves states and tells of every change."""
 
-    def __init__(self, policy: Policy = Policy.FCFS, aging_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy = Policy.FCFS,
+        aging_seconds: float | None = None,
+        on_aside: Callable[[Tenant], None] = lambda _: None,
+    ) -> None:
+        """`on_aside`: called when a tenant is set aside, and when it is recalled."""
         self._policy = policy
         self._aging_seconds = aging_seconds
+        self._on_aside = on_aside
         self._classes: dict[tuple[int, bool], _Class] = {}
         self._turn_at: dict[int, float] = {}  # when each importance class last had a turn before a better one
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
         self._next_entry = 0
-        self._aside: dict[Tenant, None] = {}  # tenants at a limit of their own
+        self._aside: dict[Tenant, Sequence] = {}  # tenants at a limit of their own, and whom it stopped
         self._contests: dict[int, Contest] = {}  # by importance class: who waits there and is not aside
         self.parked: dict[Sequence, None] = {}  # those that are not served before `unpark`
         self.num_tokens = 0  # of all that wait: what is known of them stays as it is until they enter
@@ -209,6 +216,7 @@ class WaitingQueue:
             del self.counts[group]
             self._contest(seq.request.priority).leave(seq.tenant)
         seq.tenant.num_waiting_tokens -= num_tokens
+        self._let_pass(seq)
 
     def admit(self, seq: Sequence, now: float, *, passes: bool = False) -> None:
         """Takes out one that enters a batch. Passing somebody more important is its class's turn.
@@ -233,6 +241,7 @@ class WaitingQueue:
         """`seq` still waits, but is not served before `unpark`."""
         if seq not in self.parked:
             self._entry_of[seq] = _PARKED
+            self._let_pass(seq)
             self.parked[seq] = None
 
     def unpark(self, seq: Sequence) -> bool:
@@ -248,11 +257,17 @@ class WaitingQueue:
         if seq not in self.parked:  # else it gets its place when it is served again
             self._add_entry(seq)
 
-    def set_aside(self, tenant: Tenant) -> None:
-        """`tenant` is at a limit of its own: it is passed over until `recall`, and competes with nobody."""
-        self._aside[tenant] = None
-        for contest in tenant.lifted:
-            contest.leave(tenant)
+    def set_aside(self, seq: Sequence) -> None:
+        """A limit of its own tenant stops `seq`, its next one: the tenant is passed over until `recall`.
+
+        Meanwhile it competes with nobody. The recall comes by itself when `seq` goes, and when one comes that
+        stands before it.
+        """
+        if seq.tenant not in self._aside:
+            self._aside[seq.tenant] = seq
+            for contest in seq.tenant.lifted:
+                contest.leave(seq.tenant)
+            self._on_aside(seq.tenant)
 
     @property
     def aside(self) -> Collection[Tenant]:
@@ -268,6 +283,17 @@ class WaitingQueue:
                     self._contest(of_class.priority).enter(tenant)
                 of_class.by_turn.recall(tenant)
                 of_class.by_age.recall(tenant)
+            self._on_aside(tenant)
+
+    def _let_pass(self, seq: Sequence) -> None:
+        """`seq` is not served for now: if it was what stopped its tenant, the others of it may be."""
+        if self._aside.get(seq.tenant) is seq:
+            self.recall(seq.tenant)
+
+    def _comes_before(self, one: Sequence, other: Sequence) -> bool:
+        """Whether `one` stands before `other`, of the same tenant; aging aside, as the tenant is."""
+        ranks = [(seq.request.priority, not seq.is_recovering, self._key(seq)) for seq in (one, other)]
+        return ranks[0] < ranks[1]
 
     def service(self, seq: Sequence) -> float:
         """What the tenant of `seq` was served, as it counts in the class of `seq`."""
@@ -292,6 +318,9 @@ class WaitingQueue:
             of_class = self._classes[name] = _Class(*name, by_turn, by_age)
         of_class.by_turn.push(self._key(seq), self._next_entry, seq)
         of_class.by_age.push((seq.waiting_since,), self._next_entry, seq)
+        stopped = self._aside.get(seq.tenant)
+        if stopped is not None and (seq is stopped or self._comes_before(seq, stopped)):
+            self.recall(seq.tenant)
 
     def _key(self, seq: Sequence) -> Key:
         """Order within tenant and class: those that ran before and lost their place come first."""

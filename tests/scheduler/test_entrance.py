@@ -172,6 +172,45 @@ def test_a_tenants_own_limit_does_not_forbid_one_that_is_larger_than_it() -> Non
     h.check_outputs()
 
 
+def beside_one_of_its_tenant() -> Harness:
+    """Of ten blocks of the tenant's, one holds six and `big`, which wants eight, was passed over."""
+    own = TenantLimits(max_blocks=10)
+    h = Harness(
+        limits(admission=Admission.FORECAST, tenants={"t": own}), num_blocks=64, block_size=4, max_num_seqs=8
+    )
+    h.submit("runs", prompt(16), 8, tenant="t", ignore_eos=True)
+    h.step()
+    h.submit("big", prompt(32, 3), 4, tenant="t", priority=5, ignore_eos=True)
+    h.step()
+    assert h.sequences["big"].state is State.WAITING
+    return h
+
+
+@pytest.mark.parametrize("priority", [0, 5])
+def test_whom_its_tenants_limit_stops_stops_those_behind_it_alone(priority: int) -> None:
+    h = beside_one_of_its_tenant()
+    small = h.submit("small", prompt(2, 5), 2, tenant="t", priority=priority, ignore_eos=True)
+    h.step()
+    assert (small.state is State.RUNNING) is (priority < 5)
+    h.run_to_end()
+    h.check_outputs()
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.DEADLINE])
+def test_when_the_one_that_its_tenants_limit_stopped_is_given_up_those_behind_it_may_enter(
+    reason: FinishReason,
+) -> None:
+    h = beside_one_of_its_tenant()
+    small = h.submit("small", prompt(2, 5), 2, tenant="t", priority=5, ignore_eos=True)
+    h.step()
+    assert small.state is State.WAITING
+    h.core.cancel(h.sequences.pop("big").request.key, reason, h.now)
+    h.step()
+    assert small.state is State.RUNNING
+    h.run_to_end()
+    h.check_outputs()
+
+
 # --- who makes way --------------------------------------------------------------------------------------
 
 
@@ -276,7 +315,7 @@ def test_nobody_makes_way_for_one_that_is_put_behind_as_too_late() -> None:
     h.submit("high", prompt(40, 50), 60, ignore_eos=True)
     for _ in range(15):
         h.step()
-    late = h.submit("late", prompt(1, 51), 30, ignore_eos=True, deadline=h.now + 50)
+    h.submit("late", prompt(1, 51), 30, ignore_eos=True, deadline=h.now + 50)
     h.submit("too big as yet", prompt(100, 52), 20, ignore_eos=True, deadline=h.now + 100)
     h.now += 49.9999  # it has waited until it was too late
     h.step()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.explain import MAX_KEPT, SHARED, Entry, Reason, ReasonClocks, TimeLine, TimeLines
+from scheduler.explain import MAX_KEPT, SHARED, AsideClock, Entry, Reason, ReasonClocks, TimeLine, TimeLines
 from scheduler.policy import Limits
 from scheduler.sequence import FinishReason
 from scheduler.tenants import TenantLimits
@@ -229,6 +229,63 @@ def test_who_waits_for_its_own_tenants_limit_is_told_whose() -> None:
     lines = h.core.explain("B", h.now, "small")
     (entry,) = [item for item in lines[0] if item.reason is Reason.QUEUED_FOR_TENANT]
     assert "'small'" in entry.detail
+
+
+def test_all_of_a_tenant_at_its_limit_are_told_so_and_not_only_its_next() -> None:
+    h = Harness(one_step_at_a_time(tenants={"small": TenantLimits(max_running=1)}))
+    for name in "ABC":
+        h.submit(name, [ord(name)], 5, ignore_eos=True, tenant="small")
+    tick(h, 2)
+    h.submit("D", [9], 5, ignore_eos=True, tenant="small")
+    tick(h, 2)
+    for name, seconds in (("B", 4.0), ("C", 4.0), ("D", 2.0)):
+        assert reasons(h, name, "small") == {Reason.QUEUED_FOR_TENANT: seconds}
+    run(h)
+    for name, seconds in (("B", 5.0), ("C", 10.0), ("D", 13.0)):
+        assert reasons(h, name, "small")[Reason.QUEUED_FOR_TENANT] == seconds
+
+
+def test_who_waits_for_a_seat_after_its_tenants_limit_is_told_both() -> None:
+    h = Harness(one_step_at_a_time(tenants={"small": TenantLimits(max_running=1)}), max_num_seqs=2)
+    h.submit("A", [1], 3, ignore_eos=True, tenant="small")
+    h.submit("B", [2], 3, ignore_eos=True, tenant="small")
+    h.submit("long", [3], 30, ignore_eos=True)
+    tick(h)
+    h.submit("important", [4], 20, priority=-1, ignore_eos=True)
+    tick(h, 12)
+    assert reasons(h, "B", "small") == {Reason.QUEUED_FOR_TENANT: 3.0, Reason.QUEUED_FOR_SEAT: 10.0}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.5, 7.0, 1 / 3]), st.sampled_from(["turn", "line", *SHARED])),
+        max_size=40,
+    )
+)
+def test_a_tenants_clock_runs_in_place_of_the_shared_ones_while_it_is_passed_over(
+    changes: list[tuple[float, str | Reason]],
+) -> None:
+    clocks, aside, now = ReasonClocks(), AsideClock(), 1000.0
+    reason, is_aside = Reason.QUEUED_FOR_EXECUTOR, False
+    lines: list[tuple[TimeLine, float, dict[Reason, float]]] = []
+    for gap, change in changes:
+        now += gap
+        for _, _, spent in lines:
+            told = Reason.QUEUED_FOR_TENANT if is_aside else reason
+            spent[told] = spent.get(told, 0.0) + gap
+        if isinstance(change, Reason):
+            clocks.set(change, now)
+            reason = change
+        elif change == "turn":
+            aside.turn(now, clocks)
+            is_aside = not is_aside
+        else:
+            lines.append((TimeLine(now, now, clocks, aside), now, {}))
+    for line, began, spent in lines:
+        entries = line.so_far(now, clocks)
+        check_line(entries, now - began)
+        found = {entry.reason: entry.duration for entry in entries}
+        assert found == pytest.approx({why: seconds for why, seconds in spent.items() if seconds}, abs=EXACT)
 
 
 def test_who_waits_for_a_beginning_that_is_being_computed_is_told_by_whom() -> None:

@@ -30,12 +30,13 @@ class WaitingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = WaitingQueue(self.policy, self.aging)
+        self.told: dict[Tenant, int] = {}
+        self.queue = WaitingQueue(self.policy, self.aging, self.on_aside)
         self.tenants = [Tenant(name, TenantLimits()) for name in "abc"]
         self.model: list[Sequence] = []
         self.parked: list[Sequence] = []
         self.away: list[Sequence] = []
-        self.aside: set[Tenant] = set()
+        self.aside: dict[Tenant, Sequence] = {}  # whom the limit of its tenant stopped
         self.count = 0
         self.now = 0.0
         self.turn_at: dict[int, float] = {}  # by importance class, while any of it waits
@@ -56,8 +57,28 @@ class WaitingMachine(RuleBasedStateMachine):
         seq = waiting(f"r{self.count}", self.count, **fields)
         seq.tenant = self.tenants[tenant]
         seq.latest_start = latest_start
+        self.push_also_to_model(seq)
+
+    def push_also_to_model(self, seq: Sequence) -> None:
         self.queue.push(seq)
         self.model.append(seq)
+        self.has_new_place(seq)
+
+    def has_new_place(self, seq: Sequence) -> None:
+        if seq in self.parked or seq.tenant not in self.aside:
+            return
+        stopped = self.aside[seq.tenant]
+        ranks = [(item.request.priority, *self.key(item)) for item in (seq, stopped)]
+        if seq is stopped or ranks[0] < ranks[1]:
+            del self.aside[seq.tenant]
+
+    def goes(self, seq: Sequence) -> None:
+        """It is not served any more, or not for now."""
+        if self.aside.get(seq.tenant) is seq:
+            del self.aside[seq.tenant]
+
+    def on_aside(self, tenant: Tenant) -> None:
+        self.told[tenant] = self.told.get(tenant, 0) + 1
 
     @rule()
     def admit(self) -> None:
@@ -87,8 +108,7 @@ class WaitingMachine(RuleBasedStateMachine):
         seq.token_ids.append(9)
         seq.move(Event.PREEMPT)
         seq.waiting_since = self.now
-        self.queue.push(seq)
-        self.model.append(seq)
+        self.push_also_to_model(seq)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), latest_start=st.sampled_from([math.inf, 1.0, 2.0, 3.0]))
@@ -96,6 +116,7 @@ class WaitingMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.model))
         seq.latest_start = latest_start
         self.queue.reorder(seq)
+        self.has_new_place(seq)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -103,17 +124,18 @@ class WaitingMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.model))
         self.queue.remove(seq)
         self.model.remove(seq)
+        self.goes(seq)
         if seq in self.parked:
             self.parked.remove(seq)
         seq.move(Event.ABORT)
 
-    @precondition(lambda self: self.queue.peek(self.now) is not None)
-    @rule()
-    def park(self) -> None:
-        seq = self.queue.peek(self.now)
-        assert seq is not None
+    @precondition(lambda self: len(self.model) > len(self.parked))
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from([seq for seq in self.model if seq not in self.parked]))
         self.queue.park(seq)
         self.parked.append(seq)
+        self.goes(seq)
 
     @precondition(lambda self: self.parked)
     @rule(data=st.data())
@@ -122,16 +144,21 @@ class WaitingMachine(RuleBasedStateMachine):
         self.parked.remove(seq)
         assert self.queue.unpark(seq)
         assert not self.queue.unpark(seq)
+        self.has_new_place(seq)
 
-    @rule(tenant=st.integers(0, 2))
-    def set_aside(self, tenant: int) -> None:
-        self.queue.set_aside(self.tenants[tenant])
-        self.aside.add(self.tenants[tenant])
+    @precondition(lambda self: self.queue.peek(self.now) is not None)
+    @rule()
+    def set_aside(self) -> None:
+        seq = self.queue.peek(self.now)
+        assert seq is not None
+        self.queue.set_aside(seq)
+        self.queue.set_aside(seq)
+        self.aside[seq.tenant] = seq
 
     @rule(tenant=st.integers(0, 2))
     def recall(self, tenant: int) -> None:
         self.queue.recall(self.tenants[tenant])
-        self.aside.discard(self.tenants[tenant])
+        self.aside.pop(self.tenants[tenant], None)
 
     @rule(tenant=st.integers(0, 2), tokens=st.integers(1, 9))
     def serve(self, tenant: int, tokens: int) -> None:
@@ -148,10 +175,10 @@ class WaitingMachine(RuleBasedStateMachine):
         """Who began to compete is lifted to the least served of those who did before."""
         for priority, competing in self.competing.items():
             wait = {seq.tenant for seq in self.model if seq.request.priority == priority}
-            for tenant in competing - wait | competing & self.aside:
+            for tenant in competing - wait | competing & set(self.aside):
                 competing.remove(tenant)
                 self.last[priority] = tenant
-            for tenant in wait - self.aside - competing:
+            for tenant in wait - set(self.aside) - competing:
                 others = competing or ({self.last[priority]} if priority in self.last else ())
                 floor = min((self.service(other, priority) for other in others), default=0.0)
                 service = self.service(tenant, priority)
@@ -199,7 +226,9 @@ class WaitingMachine(RuleBasedStateMachine):
         assert set(self.queue) == set(self.model)
         assert self.queue.peek(self.now) is self.expected()
         assert self.queue.num_tokens == sum(len(seq.token_ids) for seq in self.model)
+        assert set(self.queue.aside) == set(self.aside)
         for tenant in self.tenants:
+            assert self.told.get(tenant, 0) % 2 == (tenant in self.aside), "told of each change, and once"
             mine = [seq for seq in self.model if seq.tenant is tenant]
             assert tenant.num_waiting == len(mine)
             assert tenant.num_waiting_tokens == sum(len(seq.token_ids) for seq in mine)
@@ -265,7 +294,7 @@ def test_a_tenant_at_its_limit_may_be_recalled_when_all_it_had_waiting_was_given
     given_up = [waiting(f"r{i}", i, tenant=tenant) for i in range(100)]
     for seq in given_up:
         queue.push(seq)
-    queue.set_aside(tenant)
+    queue.set_aside(given_up[0])
     for seq in given_up:
         queue.remove(seq)
     stays = waiting("stays", 1000, tenant=other)
@@ -339,7 +368,9 @@ def test_what_is_set_aside_does_not_age_its_class(count: int) -> None:
     best = waiting("best", 101, tenant=other, priority=0, arrival=1000.0)
     queue.push(young)
     queue.push(best)
-    queue.set_aside(at_limit)
+    head = queue.peek(1001.0)
+    assert head is not None
+    queue.set_aside(head)
     assert queue.peek(1001.0) is best
     queue.recall(at_limit)
     head = queue.peek(1001.0)
