@@ -104,13 +104,13 @@ def _admit(
     The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
     for ever. Two are passed over, since they wait for something of their own: a tenant at its own limit,
     and who waits for a prefix that is just being computed. With several executors (`turn`) so are those
-    that another one would start sooner, or that are not for this one. A request-level batch is
-    filled at once, whatever the token budget: it will not open again.
+    that another one would start sooner. A request-level batch is filled at once, whatever the token
+    budget: it will not open again.
     """
     fills_at_once = core.batching is not Batching.ITERATION
     while turn is None or not turn.is_over:
         may_be_left = state.made_way_for is None
-        seq = state.made_way_for or next_one(core, now, may_recompute=rows.recompute_budget > 0)
+        seq = state.made_way_for or next_one(core, state, now, may_recompute=rows.recompute_budget > 0)
         if seq is not None and before is not None and not _passes(core, seq, before, now):
             return
         state.made_way_for = None
@@ -123,15 +123,17 @@ def _admit(
             return
 
 
-def next_one(core: "SchedulerCore", now: float, *, may_recompute: bool = True) -> Sequence | None:
-    """Who is served next, of all that wait.
+def next_one(
+    core: "SchedulerCore", state: ExecutorState, now: float, *, may_recompute: bool = True
+) -> Sequence | None:
+    """Who is served next here, of all that wait.
 
     Those that are too late to be done in time, as far as anybody can tell, are put behind those that are not:
     served before them, as least slack would have it, they would make them late as well. They are not given
     up: the estimate may be wrong, and a seat may be free.
     """
     while True:
-        seq = core.recovery_pace.next(core.waiting, now, may_recompute=may_recompute)
+        seq = core.recovery_pace.next(state, core.waiting, now, may_recompute=may_recompute)
         if seq is None or not _is_late(seq, now) or entrance.latest_start_at_best(core, seq) >= now:
             return seq
         put_behind(core, seq)
@@ -195,9 +197,6 @@ def _let_in(
     before: Sequence | None,
 ) -> bool:
     """Lets `seq` enter, or passes it over; False when those behind it must wait as well."""
-    if turn is not None and turn.is_unsuited(seq):
-        core.waiting.park(seq)
-        return True
     match core.find_place(state, seq, follows=follows):
         case entrance.Hashing():
             return False  # it goes on in the next step
@@ -249,7 +248,7 @@ def _place(
     """
     blocks = state.blocks
     passes = before is not None and before.request.priority < seq.request.priority
-    core.waiting.admit(seq, now, passes=passes)
+    core.waiting.admit(seq, now, at=state.executor_id, passes=passes)
     num_cached_tokens = len(matched) * blocks.block_size
     if not seq.has_started:
         seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)

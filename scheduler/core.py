@@ -18,7 +18,7 @@ brings `results`'.
 from dataclasses import replace
 from typing import Protocol
 
-from scheduler import admitting, door, entrance, padding, policy, results, room
+from scheduler import admitting, door, entrance, padding, placement, policy, results, room
 from scheduler.batching import Batching
 from scheduler.counters import Counters, Outcome
 from scheduler.doubt import Doubt
@@ -236,6 +236,7 @@ class SchedulerCore:
             executor_id, epoch, capacity, self.limits, self.batching, self._cache_secret
         )
         self.clocks.set(Reason.QUEUED_FOR_STEP, now)
+        self._sort_by_executor()
         ended = self._end_complete()
         self.stranded.executor_came(self, now)
         return ended + self._end_unrecovered()
@@ -260,6 +261,7 @@ class SchedulerCore:
         self.counters.prefix_hit_tokens += state.cache.num_hit_tokens
         if not self.executors:
             self.clocks.set(Reason.QUEUED_FOR_EXECUTOR, now)
+        self._sort_by_executor()
         self.stranded.executor_went(self, now)
         ended = self._end_guilty(guilty) if guilty is not None else []
         return ended + self._end_unrecovered()
@@ -286,6 +288,16 @@ class SchedulerCore:
                 self._end(seq, finish, Event.FINISH)
                 ended.append(seq)
         return ended
+
+    def _sort_by_executor(self) -> None:
+        """Executors have changed: who can be computed by some of them alone waits for those."""
+        longest, features = self.max_total_tokens, self.features
+        for seq in list(self.waiting):
+            is_for_all = seq.max_len <= longest and seq.request.needs <= features
+            only_at = None if is_for_all else placement.only_at(self, seq)
+            if only_at != seq.only_at:
+                seq.only_at = only_at
+                self.waiting.reorder(seq)
 
     @property
     def max_total_tokens(self) -> int:
@@ -580,6 +592,7 @@ class SchedulerCore:
 
     def _wait(self, seq: Sequence) -> None:
         seq.latest_start = entrance.latest_start(self, seq)
+        seq.only_at = placement.only_at(self, seq)
         self.waiting.push(seq)
         self.stranded.began_to_wait(self, seq, self._now)
         if self.inquiry:

@@ -22,8 +22,14 @@ from scheduler.sequence import Sequence
 if TYPE_CHECKING:
     from scheduler.core import SchedulerCore
 
-MAX_LEFT = 32  # sequences that one turn leaves to others or passes over: a turn must stay short
+MAX_LEFT = 32  # sequences that one turn leaves to others: a turn must stay short
 _NOMINAL_LINE = (10_000.0, 100.0)  # microseconds for a step and for each token, before anything is measured
+
+
+def only_at(core: "SchedulerCore", seq: Sequence) -> frozenset[str] | None:
+    """The executors that can ever compute `seq`; None when all that are attached can."""
+    suited = [name for name, state in core.executors.items() if state.suits(seq)]
+    return None if len(suited) == len(core.executors) else frozenset(suited)
 
 
 def could_take(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> bool:
@@ -77,7 +83,7 @@ class Turn:
         self._core = core
         self._state = state
         self._others = [_Other(other) for other in core.executors.values() if other is not state]
-        self.left: list[Sequence] = []  # left to others, or not for this one
+        self.left: list[Sequence] = []  # left to others
         self.look_again_at: float | None = None  # when the first of those should have been taken
 
     @property
@@ -113,11 +119,4 @@ class Turn:
         other.num_tokens += num_new
         self.left.append(seq)
         self.look_again_at = min(now + there, self.look_again_at or math.inf)
-        return True
-
-    def is_unsuited(self, seq: Sequence) -> bool:
-        """Whether `seq` can never be computed here, though another executor could."""
-        if self._state.suits(seq):
-            return False
-        self.left.append(seq)
         return True

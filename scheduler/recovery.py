@@ -46,18 +46,20 @@ class RecoveryPace:
             return
         others = [seq.importance for seq in unfinished if not seq.is_recovering]
         if len(state.running) < state.max_num_seqs:
-            newcomer = waiting.peek(now, skip_recovering=True)
+            newcomer = waiting.peek(now, at=state.executor_id, skip_recovering=True)
             if newcomer is not None:
                 others.append(waiting.importance(newcomer, now))
         rows.best_other = min(others, default=math.inf)
 
-    def next(self, waiting: WaitingQueue, now: float, *, may_recompute: bool) -> Sequence | None:
-        """Who is served next; `may_recompute`: tokens are left to those that recover."""
-        head = waiting.peek(now)
+    def next(
+        self, state: ExecutorState, waiting: WaitingQueue, now: float, *, may_recompute: bool
+    ) -> Sequence | None:
+        """Who is served next by this executor; `may_recompute`: tokens are left to those that recover."""
+        head = waiting.peek(now, at=state.executor_id)
         if head is None or not head.is_recovering:
             return head
         if self._had_last_seat or not may_recompute:
-            other = waiting.peek(now, skip_recovering=True)
+            other = waiting.peek(now, at=state.executor_id, skip_recovering=True)
             if other is not None and other.request.priority <= head.request.priority:
                 return other
         return head

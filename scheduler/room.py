@@ -63,12 +63,11 @@ def displace_for_next(core: "SchedulerCore", state: ExecutorState, now: float) -
     if core.batching is not Batching.ITERATION or state.is_draining:
         return True
     least = state.least_important
-    head = admitting.next_one(core, now) if least is not None else None
+    head = admitting.next_one(core, state, now) if least is not None else None
     if head is None or least is None or head.request.priority >= least:
         return True
-    if not state.suits(head) or any(
-        placement.could_take(core, other, head) for other in core.executors.values() if other is not state
-    ):
+    others = (other for other in core.executors.values() if other is not state)
+    if any(placement.could_take(core, other, head) for other in others):
         return True  # another executor has room for it
     if core.inquiry and core.inquiry.only_these(core, state, now) is not None:
         return True  # it could not enter

@@ -154,6 +154,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_slots: int = 0  # tokens the block table has room for
     waiting_since: float = 0.0  # its arrival, or when it lost its place in a batch
+    only_at: frozenset[str] | None = None  # executors that can ever compute it; None: all that are attached
     importance: float = 0.0  # while it runs: its priority, or in a turn that its age has won, better
     latest_start: float = float("inf")  # to be in time, as estimated when it began to wait or got a deadline
     has_started: bool = False  # was admitted at least once

@@ -11,7 +11,8 @@ one seat and one prompt in (difference + 1) * `aging_seconds` from the best.
     class 5 ─── tenant a ─ …                          `fair`: the least served tenant's head
 
 Those whose executor was lost or drained stand in classes of their own, each before the one of its importance:
-so their recovery can be paced (`recovery`).
+so their recovery can be paced (`recovery`). So do those that only some of the executors can ever compute: the
+others do not see them, however many they are.
 
 All heaps delete lazily: entering and leaving cost O(log n), giving up while waiting O(1), and the stale entry
 is swept out when it comes up. So neither a step nor a cancel depends on how many wait. Pure.
@@ -106,6 +107,11 @@ class _TenantHeaps:
                 del self._heaps[tenant], self._newest_offer[tenant]
         return None
 
+    @property
+    def best_rank(self) -> Key:
+        """That of the `first`, which has just been asked for and is there."""
+        return self._offers[0][0]
+
     def recall(self, tenant: Tenant) -> None:
         """`tenant` is left out no more."""
         if tenant in self._heaps:
@@ -139,8 +145,18 @@ class _Class:
 
     priority: int
     is_recovering: bool
+    only_at: frozenset[str] | None  # executors that can ever compute them; None: all can
     by_turn: _TenantHeaps  # in order of service
     by_age: _TenantHeaps  # who has waited longest comes first
+
+    @property
+    def name(self) -> "_Name":
+        """Its key."""
+        return self.priority, self.is_recovering, self.only_at
+
+    def is_seen_at(self, executor_id: str | None) -> bool:
+        """Whether that executor can ever compute its members; None stands for any."""
+        return executor_id is None or self.only_at is None or executor_id in self.only_at
 
 
 def _by_key(_: Tenant, key: Key) -> Key:
@@ -153,8 +169,11 @@ def _by_service_in(contest: Contest) -> Callable[[Tenant, Key], Key]:
     return lambda tenant, key: (tenant.service_in(contest), key[0], *key[2:])
 
 
-def _class_of(seq: Sequence) -> tuple[int, bool]:
-    return seq.request.priority, seq.is_recovering
+_Name = tuple[int, bool, frozenset[str] | None]
+
+
+def _class_of(seq: Sequence) -> _Name:
+    return seq.request.priority, seq.is_recovering, seq.only_at
 
 
 class WaitingQueue:
@@ -170,7 +189,7 @@ class WaitingQueue:
         self._policy = policy
         self._aging_seconds = aging_seconds
         self._on_aside = on_aside
-        self._classes: dict[tuple[int, bool], _Class] = {}
+        self._classes: dict[_Name, _Class] = {}
         self._turn_at: dict[int, float] = {}  # when each importance class last had a turn before a better one
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
         self._next_entry = 0
@@ -218,15 +237,16 @@ class WaitingQueue:
         seq.tenant.num_waiting_tokens -= num_tokens
         self._let_pass(seq)
 
-    def admit(self, seq: Sequence, now: float, *, passes: bool = False) -> None:
-        """Takes out one that enters a batch. Passing somebody more important is its class's turn.
+    def admit(self, seq: Sequence, now: float, *, at: str | None = None, passes: bool = False) -> None:
+        """Takes out one that enters a batch, `at` this executor.
 
-        `passes`: it enters before the prompt of somebody more important that is under way.
+        Passing somebody more important who could have entered there is its class's turn. `passes`: it enters
+        before the prompt of somebody more important that is under way.
         """
         priority = seq.request.priority
         seq.importance = priority
         if passes or any(
-            better.priority < priority and self._head(better) is not None
+            better.priority < priority and self._head(better) is not None and better.is_seen_at(at)
             for better in list(self._classes.values())
         ):
             self.take_turn(seq, self.importance(seq, now), now)
@@ -329,21 +349,27 @@ class WaitingQueue:
 
     # --- who is next -------------------------------------------------------------------------------------
 
-    def peek(self, now: float, *, skip_recovering: bool = False) -> Sequence | None:
-        """Who is served next, or None; `skip_recovering`: among those that did not lose their executor."""
+    def peek(self, now: float, *, at: str | None = None, skip_recovering: bool = False) -> Sequence | None:
+        """Who is served next, or None.
+
+        `at`: among those that this executor can compute; `skip_recovering`: that did not lose theirs.
+        """
         heads = [
             (of_class, head)
             for of_class in list(self._classes.values())
-            if not (skip_recovering and of_class.is_recovering) and (head := self._head(of_class)) is not None
+            if not (skip_recovering and of_class.is_recovering)
+            and (head := self._head(of_class)) is not None
+            and of_class.is_seen_at(at)
         ]
         if len(heads) <= 1:
             return heads[0][1] if heads else None
         best = min(of_class.priority for of_class, _ in heads)
 
-        def rank(item: tuple[_Class, Sequence]) -> tuple[float, int, bool]:
+        def rank(item: tuple[_Class, Sequence]) -> tuple[float, int, bool, Key]:
             of_class = item[0]
             aged = self._improvement(of_class, now) if of_class.priority > best else 0.0
-            return (of_class.priority - aged, of_class.priority, not of_class.is_recovering)
+            in_policy = of_class.by_turn.best_rank
+            return (of_class.priority - aged, of_class.priority, not of_class.is_recovering, in_policy)
 
         return min(heads, key=rank)[1]
 
@@ -360,7 +386,7 @@ class WaitingQueue:
     @property
     def has_recovering(self) -> bool:
         """Whether any that lost their executor may wait."""
-        return any(is_recovering for _, is_recovering in self._classes)
+        return any(is_recovering for _, is_recovering, _ in self._classes)
 
     def _improvement(self, of_class: _Class, now: float) -> float:
         """By how many classes its oldest member's wait lifts this one, since it last had its turn."""
@@ -379,5 +405,5 @@ class WaitingQueue:
         """The next of one class; one that is empty is forgotten."""
         head = of_class.by_turn.first()
         if head is None and not of_class.by_turn:
-            del self._classes[of_class.priority, of_class.is_recovering]
+            del self._classes[of_class.name]
         return head

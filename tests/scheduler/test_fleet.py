@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler import entrance
+from scheduler.executor_state import ExecutorState
 from scheduler.plan import BatchPlan
 from scheduler.policy import Admission, Limits
-from scheduler.sequence import FinishReason, State, StatusCode
+from scheduler.sequence import FinishReason, Sequence, State, StatusCode
 from scheduler.suspects import MAX_EXCUSES
 from tests.scheduler.fleet import Fleet
 
@@ -98,6 +100,56 @@ def test_what_is_too_long_for_one_goes_to_the_other_and_holds_nobody_back() -> N
     assert long.executor_id == "big"
     fleet.run()
     fleet.check_outputs()
+
+
+@pytest.mark.parametrize("num_long", [1, 40, 2000])
+def test_an_executor_does_not_see_those_it_can_never_compute_however_many_wait(
+    num_long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet()
+    fleet.attach("big", max_num_seqs=1, num_blocks=256, max_seq_len=1024)
+    for i in range(num_long):
+        fleet.submit(f"long{i}", prompt(100, i), 200)
+    fleet.plan("big")
+    fleet.attach("small", max_num_seqs=8, num_blocks=32, max_seq_len=128)
+    shorts = [fleet.submit(f"short{i}", [i, 1, 2], 4) for i in range(8)]
+    asked: list[Sequence] = []
+    find_place = fleet.core.find_place
+
+    def watched(state: ExecutorState, seq: Sequence, *, follows: bool) -> entrance.Found:
+        asked.append(seq)
+        return find_place(state, seq, follows=follows)
+
+    monkeypatch.setattr(fleet.core, "find_place", watched)
+    fleet.plan_once("small")
+    assert {seq.executor_id for seq in shorts} == {"small"}
+    assert asked == shorts
+
+
+def test_those_it_can_never_compute_are_seen_again_where_they_can_be() -> None:
+    fleet = Fleet()
+    fleet.attach("big", max_num_seqs=2, num_blocks=256, max_seq_len=1024)
+    for i in range(6):
+        fleet.submit(f"long{i}", prompt(60, i), 80)
+    fleet.attach("small", max_num_seqs=2, num_blocks=32, max_seq_len=128)
+    for i in range(6):
+        fleet.submit(f"short{i}", prompt(9, i), 10)
+    for _ in range(5):
+        fleet.turn()
+    fleet.lose("big")
+    fleet.attach("big", max_num_seqs=2, num_blocks=256, max_seq_len=1024)
+    fleet.run()
+    fleet.check_outputs()
+
+
+def test_who_can_be_computed_at_one_executor_alone_keeps_its_place_there() -> None:
+    fleet = Fleet()
+    fleet.attach("big", num_blocks=256, max_seq_len=1024)
+    order = [fleet.submit(f"r{i}", prompt(9, i), 4 if i % 2 else 200) for i in range(6)]
+    fleet.attach("small", num_blocks=32, max_seq_len=128)
+    fleet.core.executors["small"].is_away = True
+    fleet.plan_once("big")
+    assert list(fleet.core.executors["big"].running.values()) == order
 
 
 def test_one_executor_is_never_left_anything() -> None:

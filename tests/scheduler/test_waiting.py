@@ -19,7 +19,13 @@ def swept_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PRIORITIES = [-1, 0, 1]
+ONLY_AT = st.sampled_from([None, None, frozenset("x"), frozenset("xy")])
+AT = st.sampled_from([None, "x", "y"])
 TENANTS = [Tenant(name, TenantLimits()) for name in "abc"]
+
+
+def is_seen(seq: Sequence, at: str | None) -> bool:
+    return at is None or seq.only_at is None or at in seq.only_at
 
 
 class WaitingMachine(RuleBasedStateMachine):
@@ -50,13 +56,23 @@ class WaitingMachine(RuleBasedStateMachine):
         prompt_len=st.integers(1, 5),
         tenant=st.integers(0, 2),
         latest_start=st.sampled_from([math.inf, 1.0, 2.0, 3.0]),
+        only_at=ONLY_AT,
     )
-    def push(self, priority: int, arrival: int, prompt_len: int, tenant: int, latest_start: float) -> None:
+    def push(
+        self,
+        priority: int,
+        arrival: int,
+        prompt_len: int,
+        tenant: int,
+        latest_start: float,
+        only_at: frozenset[str] | None,
+    ) -> None:
         self.count += 1
         fields = {"priority": priority, "arrival": self.now + arrival, "prompt_len": prompt_len}
         seq = waiting(f"r{self.count}", self.count, **fields)
         seq.tenant = self.tenants[tenant]
         seq.latest_start = latest_start
+        seq.only_at = only_at
         self.push_also_to_model(seq)
 
     def push_also_to_model(self, seq: Sequence) -> None:
@@ -80,18 +96,18 @@ class WaitingMachine(RuleBasedStateMachine):
     def on_aside(self, tenant: Tenant) -> None:
         self.told[tenant] = self.told.get(tenant, 0) + 1
 
-    @rule()
-    def admit(self) -> None:
-        seq = self.queue.peek(self.now)
+    @rule(at=AT)
+    def admit(self, at: str | None) -> None:
+        seq = self.queue.peek(self.now, at=at)
         if seq is None:
             return
-        self.queue.admit(seq, self.now)
+        self.queue.admit(seq, self.now, at=at)
         self.model.remove(seq)
         priority = seq.request.priority
         if any(
             other.request.priority < priority
             for other in self.model
-            if other not in self.parked and other.tenant not in self.aside
+            if other not in self.parked and other.tenant not in self.aside and is_seen(other, at)
         ):
             self.turn_at[priority] = self.now
         seq.move(Event.ADMIT)
@@ -160,6 +176,14 @@ class WaitingMachine(RuleBasedStateMachine):
         self.queue.recall(self.tenants[tenant])
         self.aside.pop(self.tenants[tenant], None)
 
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), only_at=ONLY_AT)
+    def keep_for(self, data: st.DataObject, only_at: frozenset[str] | None) -> None:
+        seq = data.draw(st.sampled_from(self.model))
+        seq.only_at = only_at
+        self.queue.reorder(seq)
+        self.has_new_place(seq)
+
     @rule(tenant=st.integers(0, 2), tokens=st.integers(1, 9))
     def serve(self, tenant: int, tokens: int) -> None:
         self.tenants[tenant].num_output_tokens += tokens
@@ -190,10 +214,11 @@ class WaitingMachine(RuleBasedStateMachine):
         first = seq.latest_start if self.policy is Policy.DEADLINE else 0.0
         return (not seq.has_started, first, seq.request.arrival, seq.order)
 
-    def expected(self) -> Sequence | None:
-        heads: list[tuple[tuple[object, ...], Sequence]] = []
-        for priority in {seq.request.priority for seq in self.model}:
-            of_class = [seq for seq in self.model if seq.request.priority == priority]
+    def expected(self, at: str | None) -> Sequence | None:
+        heads: list[tuple[int, float, tuple[object, ...], Sequence]] = []
+        for name in {(seq.request.priority, seq.only_at) for seq in self.model if is_seen(seq, at)}:
+            priority = name[0]
+            of_class = [seq for seq in self.model if (seq.request.priority, seq.only_at) == name]
             can = [seq for seq in of_class if seq not in self.parked and seq.tenant not in self.aside]
             best = []
             for tenant in self.tenants:
@@ -209,13 +234,13 @@ class WaitingMachine(RuleBasedStateMachine):
             if best:
                 since = max(min(seq.waiting_since for seq in can), self.turn_at.get(priority, -math.inf))
                 aged = max(0.0, (self.now - since) // self.aging) if self.aging else 0.0
-                heads.append((priority, aged, min(best, key=lambda item: item[0])[1]))
+                heads.append((priority, aged, *min(best, key=lambda item: item[0])))
         if not heads:
             return None
-        best_class = min(priority for priority, _, _ in heads)
+        best_class = min(priority for priority, *_ in heads)
         ranked = [
-            ((priority - (aged if priority > best_class else 0.0), priority), head)
-            for priority, aged, head in heads
+            ((priority - (aged if priority > best_class else 0.0), priority, rank), head)
+            for priority, aged, rank, head in heads
         ]
         return min(ranked, key=lambda item: item[0])[1]
 
@@ -224,7 +249,8 @@ class WaitingMachine(RuleBasedStateMachine):
         self.settle()
         assert len(self.queue) == len(self.model)
         assert set(self.queue) == set(self.model)
-        assert self.queue.peek(self.now) is self.expected()
+        for at in (None, "x", "y"):
+            assert self.queue.peek(self.now, at=at) is self.expected(at)
         assert self.queue.num_tokens == sum(len(seq.token_ids) for seq in self.model)
         assert set(self.queue.aside) == set(self.aside)
         for tenant in self.tenants:
