@@ -61,7 +61,7 @@ def give_out(
     finally:
         if turn is not None:
             _end_turn(core, state, turn)
-    _admit_alone(core, state, rows, alone or [], now)
+    _admit_alone(core, state, rows, alone, now)
     state.num_queued_tokens -= budget - rows.budget
 
 
@@ -222,9 +222,12 @@ def _let_in(
 
 
 def _admit_alone(
-    core: "SchedulerCore", state: ExecutorState, rows: Rows, alone: list[Sequence], now: float
+    core: "SchedulerCore", state: ExecutorState, rows: Rows, alone: list[Sequence] | None, now: float
 ) -> None:
     """Lets these enter and nobody else: executors have died, and one of them may be the reason."""
+    if alone is None:
+        return
+    core.see_who_takes_newcomers()
     for seq in alone:
         if entrance.obstacle(state, seq, has_budget=rows.budget > 0) is not None:
             return

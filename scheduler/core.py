@@ -259,8 +259,7 @@ class SchedulerCore:
         self.counters.executors_left += not is_crash
         self.counters.prefix_query_tokens += state.cache.num_query_tokens
         self.counters.prefix_hit_tokens += state.cache.num_hit_tokens
-        if not self.executors:
-            self.clocks.set(Reason.QUEUED_FOR_EXECUTOR, now)
+        self.see_who_takes_newcomers()
         self._sort_by_executor()
         self.stranded.executor_went(self, now)
         ended = self._end_guilty(guilty) if guilty is not None else []
@@ -516,6 +515,8 @@ class SchedulerCore:
             state.step_time.observe(sum(plan.num_tokens), result.total_us)
         state.is_draining = result.draining
         state.leaves_at = now + result.seconds_to_leave
+        if state.is_draining:
+            self.see_who_takes_newcomers()
         self._end_unfit(results.take_prompt_logprobs(plan, result, outcome.progressed), "a prompt", outcome)
         self._end_unfit(
             results.append_tokens(rows, result, outcome.progressed, self.counters), "a token", outcome
@@ -707,8 +708,17 @@ class SchedulerCore:
 
     @property
     def num_free_seats(self) -> int:
-        """Seats of all executors that nobody has."""
-        return sum(max(0, state.max_num_seqs - len(state.running)) for state in self.executors.values())
+        """Seats that nobody has, at executors that take newcomers."""
+        return sum(
+            max(0, state.max_num_seqs - len(state.running))
+            for state in self.executors.values()
+            if placement.takes_newcomers(self, state)
+        )
+
+    def see_who_takes_newcomers(self) -> None:
+        """When no executor does, that is what everybody waits for."""
+        if not any(placement.takes_newcomers(self, state) for state in self.executors.values()):
+            self.clocks.set(Reason.QUEUED_FOR_EXECUTOR, self._now)
 
     @property
     def is_idle(self) -> bool:

@@ -32,10 +32,15 @@ def only_at(core: "SchedulerCore", seq: Sequence) -> frozenset[str] | None:
     return None if len(suited) == len(core.executors) else frozenset(suited)
 
 
+def takes_newcomers(core: "SchedulerCore", state: ExecutorState) -> bool:
+    """Whether whoever is next may enter here, once there is room."""
+    return not (state.is_draining or state.is_away or core.inquiry.is_host(state))
+
+
 def could_take(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> bool:
     """Whether this executor could let `seq` in at its next turn, as far as can be told without trying."""
     return (
-        not (state.is_draining or state.is_away or core.inquiry.is_host(state))
+        takes_newcomers(core, state)
         and state.too_full_for is not seq
         and state.suits(seq)
         and len(state.running) + len(state.entering_padding) < state.max_num_seqs

@@ -154,10 +154,6 @@ class _Class:
         """Its key."""
         return self.priority, self.is_recovering, self.only_at
 
-    def is_seen_at(self, executor_id: str | None) -> bool:
-        """Whether that executor can ever compute its members; None stands for any."""
-        return executor_id is None or self.only_at is None or executor_id in self.only_at
-
 
 def _by_key(_: Tenant, key: Key) -> Key:
     """Tenants in the order of their heads."""
@@ -246,7 +242,9 @@ class WaitingQueue:
         priority = seq.request.priority
         seq.importance = priority
         if passes or any(
-            better.priority < priority and self._head(better) is not None and better.is_seen_at(at)
+            better.priority < priority
+            and self._head(better) is not None
+            and (better.only_at is None or at is None or at in better.only_at)
             for better in list(self._classes.values())
         ):
             self.take_turn(seq, self.importance(seq, now), now)
@@ -359,7 +357,7 @@ class WaitingQueue:
             for of_class in list(self._classes.values())
             if not (skip_recovering and of_class.is_recovering)
             and (head := self._head(of_class)) is not None
-            and of_class.is_seen_at(at)
+            and (of_class.only_at is None or at is None or at in of_class.only_at)
         ]
         if len(heads) <= 1:
             return heads[0][1] if heads else None

@@ -123,6 +123,16 @@ def test_b94_up_to_the_seats_and_the_queue_are_accepted_and_the_rest_is_told_whe
     h.check_outputs()
 
 
+@pytest.mark.parametrize("why", ["is_draining", "is_away"])
+def test_seats_of_an_executor_that_takes_no_newcomers_are_not_free(why: str) -> None:
+    h = Harness(limits(max_queued=2, max_num_seqs=4))
+    h.core.attach("other", 9, dataclasses.replace(h.capacity, max_num_seqs=50), h.now)
+    setattr(h.core.executors["other"], why, True)
+    for i in range(6):
+        h.submit(f"r{i}", [1, i], 5, ignore_eos=True)
+    assert "6 requests are waiting, the limit is 2" in refusal(h, "one more", 1, 5).message
+
+
 def test_b94_under_steady_overload_the_queue_stays_bounded_and_the_wait_of_the_accepted_too() -> None:
     h = Harness(limits(max_queued=10, max_num_seqs=4))
     longest = 0.0

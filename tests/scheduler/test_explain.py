@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -311,6 +312,41 @@ def test_who_waits_for_an_executor_is_told_so_and_that_its_own_was_lost() -> Non
     entries = h.core.explain("A", h.now)[0]
     (entry,) = [item for item in entries if item.reason is Reason.QUEUED_FOR_EXECUTOR]
     assert (entry.duration, entry.detail) == (30.0, "its executor was lost")
+
+
+def drain(h: Harness) -> None:
+    h.plan()
+    result = replace(h.executor.run(), draining=True, seconds_to_leave=100.0)
+    h.core.update(EXECUTOR, result, h.now)
+
+
+def test_who_waits_while_the_only_executor_takes_no_newcomers_is_told_so() -> None:
+    h = Harness(one_step_at_a_time())
+    h.submit("A", [1, 2], 30, ignore_eos=True)
+    h.submit("B", [3, 4], 2, ignore_eos=True)
+    drain(h)
+    h.core.cancel(h.sequences["B"].request.key, FinishReason.ABORT, h.now)
+    h.submit("C", [5], 2, ignore_eos=True)
+    for _ in range(3):
+        h.now += 1.0
+        drain(h)
+    assert reasons(h, "C") == {Reason.QUEUED_FOR_EXECUTOR: 3.0}
+
+
+def test_who_waits_for_another_executor_than_the_one_that_drains_is_told_what_that_one_lacks() -> None:
+    h = Harness(one_step_at_a_time())
+    h.core.attach("other", 9, replace(h.capacity, max_num_seqs=1), h.now)
+    h.submit("A", [1, 2], 30, ignore_eos=True)
+    h.submit("B", [3, 4], 30, ignore_eos=True)
+    h.plan()
+    h.core.schedule("other", h.now)
+    h.submit("C", [5], 2, ignore_eos=True)
+    assert {seq.executor_id for seq in h.sequences.values()} == {EXECUTOR, "other", ""}
+    drain(h)
+    for _ in range(3):
+        h.core.schedule("other", h.now)
+        h.now += 1.0
+    assert Reason.QUEUED_FOR_EXECUTOR not in reasons(h, "C")
 
 
 def test_every_request_under_load_is_accounted_for_to_the_nanosecond() -> None:
