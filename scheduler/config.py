@@ -110,7 +110,8 @@ class SchedulerSettings(ServiceSettings):
         default=4096,
         ge=0,
         le=1_000_000,
-        description="Most waiting requests beyond the free seats; the next one gets RESOURCE_EXHAUSTED.",
+        description="Most waiting requests beyond the free seats; the next one gets RESOURCE_EXHAUSTED. "
+        "Those of tenants at a limit of their own are counted apart, to the same number.",
     )
     max_queued_tokens: int | None = Field(
         default=16_777_216, ge=1, le=2**40, description="Most prompt tokens of all waiting requests."

@@ -42,7 +42,7 @@ def check(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -
     """Raises RefusedError when the request is not to be taken in."""
     _check_fits(core, request)
     if not request.accepted_before and not core.has_sibling(request):
-        _check_queue(core, request, now)
+        _check_queue(core, tenant, request, now)
         _check_tenant(core, tenant, request, now)
         _check_hopeless(core, request, tenant, now)
 
@@ -69,12 +69,24 @@ def _check_fits(core: "SchedulerCore", request: Request) -> None:
         )
 
 
-def _check_queue(core: "SchedulerCore", request: Request, now: float) -> None:
+def _check_queue(core: "SchedulerCore", tenant: Tenant, request: Request, now: float) -> None:
+    """Who waits for a limit of its own tenant is in nobody's way, and counted apart, to the same number.
+
+    What there is beyond it, of tenants that came to their limits later, counts with the others again.
+    """
     limits = core.limits
-    num_waiting = len(core.waiting)
-    if limits.max_queued is not None and num_waiting - core.num_free_seats >= limits.max_queued:
-        sentence = f"{num_waiting} requests are waiting, the limit is {limits.max_queued}"
-        raise _overloaded(core, sentence, now)
+    if limits.max_queued is not None:
+        num_held_back = core.waiting.num_held_back
+        if core.waiting.is_held_back(tenant) and num_held_back >= limits.max_queued:
+            sentence = (
+                f"{num_held_back} requests are waiting whose tenants are at limits of their own, as "
+                f"{tenant.name!r} is; the most is {limits.max_queued}"
+            )
+            raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, sentence, 1.0)
+        num_waiting = len(core.waiting) - min(num_held_back, limits.max_queued)
+        if num_waiting - core.num_free_seats >= limits.max_queued:
+            sentence = f"{num_waiting} requests are waiting, the limit is {limits.max_queued}"
+            raise _overloaded(core, sentence, num_waiting, now)
     if limits.max_queued_tokens is not None:
         num_tokens = len(request.prompt_token_ids)
         if num_tokens > limits.max_queued_tokens:
@@ -87,7 +99,7 @@ def _check_queue(core: "SchedulerCore", request: Request, now: float) -> None:
                 f"{core.waiting.num_tokens} prompt tokens are waiting and this request has {num_tokens}, "
                 f"the limit is {limits.max_queued_tokens}"
             )
-            raise _overloaded(core, sentence, now)
+            raise _overloaded(core, sentence, len(core.waiting), now)
 
 
 def _check_tenant(core: "SchedulerCore", tenant: Tenant, request: Request, now: float) -> None:
@@ -144,6 +156,6 @@ def _check_hopeless(core: "SchedulerCore", request: Request, tenant: Tenant, now
         )
 
 
-def _overloaded(core: "SchedulerCore", sentence: str, now: float) -> RefusedError:
-    wait = core.drain_rate.predicted_wait(len(core.waiting), now)
+def _overloaded(core: "SchedulerCore", sentence: str, num_ahead: int, now: float) -> RefusedError:
+    wait = core.drain_rate.predicted_wait(num_ahead, now)
     return RefusedError(StatusCode.RESOURCE_EXHAUSTED, f"{sentence}; try again in {wait:.1f} s", wait)

@@ -73,6 +73,7 @@ def find(core: "SchedulerCore", state: ExecutorState, seq: Sequence, *, follows:
     if not _tenant_allows(core, state, seq):
         core.waiting.set_aside(seq)
         return AtOwnLimit()
+    core.waiting.let_through(seq.tenant)
     matched = state.cache.matched(seq)
     if matched is None:
         state.is_hashing = True

@@ -191,6 +191,8 @@ class WaitingQueue:
         self._next_entry = 0
         self._aside: dict[Tenant, Sequence] = {}  # tenants at a limit of their own, and whom it stopped
         self._contests: dict[int, Contest] = {}  # by importance class: who waits there and is not aside
+        self._held_back: set[Tenant] = set()  # those aside, and those recalled and not looked at since
+        self.num_held_back = 0  # who waits of them
         self.parked: dict[Sequence, None] = {}  # those that are not served before `unpark`
         self.num_tokens = 0  # of all that wait: what is known of them stays as it is until they enter
         self.counts: dict[tuple[int, str], int] = {}  # who waits, by importance class and tenant
@@ -211,6 +213,7 @@ class WaitingQueue:
         num_tokens = len(seq.token_ids)
         self.num_tokens += num_tokens
         seq.tenant.num_waiting += 1
+        self.num_held_back += seq.tenant in self._held_back
         if seq.tenant not in self._aside:
             self._contest(seq.request.priority).enter(seq.tenant)
         group = (seq.request.priority, seq.tenant.name)
@@ -224,7 +227,10 @@ class WaitingQueue:
         self.parked.pop(seq, None)
         num_tokens = len(seq.token_ids)
         self.num_tokens -= num_tokens
+        self.num_held_back -= seq.tenant in self._held_back
         seq.tenant.num_waiting -= 1
+        if not seq.tenant.num_waiting:
+            self._held_back.discard(seq.tenant)
         group = (seq.request.priority, seq.tenant.name)
         self.counts[group] -= 1
         if not self.counts[group]:
@@ -286,6 +292,19 @@ class WaitingQueue:
             for contest in seq.tenant.lifted:
                 contest.leave(seq.tenant)
             self._on_aside(seq.tenant)
+        if seq.tenant not in self._held_back:
+            self._held_back.add(seq.tenant)
+            self.num_held_back += seq.tenant.num_waiting
+
+    def is_held_back(self, tenant: Tenant) -> bool:
+        """Whether `tenant` was at a limit of its own when its next one was last looked at."""
+        return tenant in self._held_back
+
+    def let_through(self, tenant: Tenant) -> None:
+        """Its next one was looked at, and no limit of its own is in its way."""
+        if tenant in self._held_back:
+            self._held_back.remove(tenant)
+            self.num_held_back -= tenant.num_waiting
 
     @property
     def aside(self) -> Collection[Tenant]:

@@ -1,5 +1,6 @@
 """Who is refused, with which sentence; and that the door lets nothing leak."""
 
+import contextlib
 import dataclasses
 from array import array
 
@@ -241,6 +242,52 @@ def test_a_tenants_queue_is_bounded_by_its_own_limit_and_others_are_not_held_to_
     assert error.message == "tenant 't' has 3 requests waiting, its limit is 2 beyond the free seats"
     assert error.retry_after_seconds is not None
     h.submit("other", [1], 4, tenant="u")
+
+
+def test_those_who_wait_for_their_own_tenants_limit_do_not_fill_the_queue_for_others() -> None:
+    own = {"t": TenantLimits(max_running=1)}
+    h = Harness(limits(max_queued=20, max_num_seqs=8, tenants=own), num_blocks=512)
+    for tenant, num_taken in (("t", 1 + 20), ("u", 7 + 20)):
+        for i in range(2):
+            h.submit(f"{tenant}{i}", [1, 2], 50, tenant=tenant, ignore_eos=True)
+        h.step()
+        for i in range(2, num_taken):
+            h.submit(f"{tenant}{i}", [1, 2], 50, tenant=tenant, ignore_eos=True)
+        error = refusal(h, "one more", 1, 4, tenant=tenant)
+        assert error.status_code is StatusCode.RESOURCE_EXHAUSTED
+        assert (
+            "20 requests are waiting whose tenants are at limits of their own, as 't' is; the most is 20"
+            if tenant == "t"
+            else "25 requests are waiting, the limit is 20"  # five of them for the free seats
+        ) in error.message
+    h.step()
+    assert len(h.core.waiting) == 40
+
+
+def test_while_its_limit_holds_a_tenant_stays_counted_apart_though_one_of_it_has_ended() -> None:
+    h = Harness(limits(max_queued=4, max_num_seqs=2, tenants={"t": TenantLimits(max_running=1)}))
+    h.submit("first", [1], 2, tenant="t", ignore_eos=True)
+    h.submit("second", [1], 2, tenant="t", ignore_eos=True)
+    h.step()
+    for i in range(3):
+        h.submit(f"t{i}", [1], 9, tenant="t", ignore_eos=True)
+    h.core.cancel(h.sequences.pop("first").request.key, FinishReason.ABORT, h.now)
+    for i in range(4 + 2):  # both seats are free
+        h.submit(f"u{i}", [1], 9, tenant="u", ignore_eos=True)
+    h.run_to_end()
+    h.check_outputs()
+
+
+def test_however_many_tenants_come_to_their_limits_the_whole_queue_is_bounded() -> None:
+    h = Harness(limits(max_queued=4, max_num_seqs=40, default_tenant=TenantLimits(max_running=1)))
+    most = 0
+    for number in range(30):
+        for i in range(50):
+            with contextlib.suppress(RefusedError):
+                h.submit(f"r{number}.{i}", [1], 50, tenant=f"t{number}", ignore_eos=True)
+        most = max(most, len(h.core.waiting) - h.core.num_free_seats)
+        h.step()
+    assert most <= 2 * 4
 
 
 def choice(h: Harness, name: str, index: int, **fields: object) -> Request:

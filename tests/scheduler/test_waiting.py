@@ -43,6 +43,7 @@ class WaitingMachine(RuleBasedStateMachine):
         self.parked: list[Sequence] = []
         self.away: list[Sequence] = []
         self.aside: dict[Tenant, Sequence] = {}  # whom the limit of its tenant stopped
+        self.held_back: set[Tenant] = set()
         self.count = 0
         self.now = 0.0
         self.turn_at: dict[int, float] = {}  # by importance class, while any of it waits
@@ -170,6 +171,14 @@ class WaitingMachine(RuleBasedStateMachine):
         self.queue.set_aside(seq)
         self.queue.set_aside(seq)
         self.aside[seq.tenant] = seq
+        self.held_back.add(seq.tenant)
+
+    @rule(tenant=st.integers(0, 2))
+    def let_through(self, tenant: int) -> None:
+        self.queue.recall(self.tenants[tenant])
+        self.queue.let_through(self.tenants[tenant])
+        self.aside.pop(self.tenants[tenant], None)
+        self.held_back.discard(self.tenants[tenant])
 
     @rule(tenant=st.integers(0, 2))
     def recall(self, tenant: int) -> None:
@@ -253,6 +262,9 @@ class WaitingMachine(RuleBasedStateMachine):
             assert self.queue.peek(self.now, at=at) is self.expected(at)
         assert self.queue.num_tokens == sum(len(seq.token_ids) for seq in self.model)
         assert set(self.queue.aside) == set(self.aside)
+        self.held_back &= {seq.tenant for seq in self.model}
+        assert {tenant for tenant in self.tenants if self.queue.is_held_back(tenant)} == self.held_back
+        assert self.queue.num_held_back == sum(seq.tenant in self.held_back for seq in self.model)
         for tenant in self.tenants:
             assert self.told.get(tenant, 0) % 2 == (tenant in self.aside), "told of each change, and once"
             mine = [seq for seq in self.model if seq.tenant is tenant]
