@@ -27,7 +27,7 @@ from scheduler.executor_session import SessionBrokenError
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry, Reason, ReasonClocks, TimeLine, TimeLines
 from scheduler.forecast import LengthModel
-from scheduler.inquiry import Inquiry, name_of
+from scheduler.inquiry import Inquiry
 from scheduler.meters import Meters
 from scheduler.plan import BatchPlan, Capacity, Leaver, NewSequence, StepResult
 from scheduler.policy import Limits
@@ -271,9 +271,8 @@ class SchedulerCore:
             f"request {name[1]!r} was stopped: executors died, or answered wrongly, each time they computed "
             "it, and the last time it was alone; it may meet a defect of the executor"
         )
-        ended = [
-            seq for seq in self.sequences.values() if name_of(seq) == name and seq.state is not State.FINISHED
-        ]
+        choices = self._by_request.get(name, {}).values()
+        ended = [seq for seq in choices if seq.state is not State.FINISHED]
         for seq in ended:  # ABORT: another executor may be computing one, and must be told
             self._end(seq, _error(StatusCode.INTERNAL, message), Event.ABORT)
         return ended

@@ -86,12 +86,7 @@ class Inquiry:
         """`seq` is over; so is its request, unless another choice of it goes on."""
         self._passed_over.pop(seq, None)
         name = name_of(seq)
-        if not self.suspects.num_crashes(name):
-            return
-        if not any(
-            other is not seq and name_of(other) == name and other.state is not State.FINISHED
-            for other in core.sequences.values()
-        ):
+        if self.suspects.num_crashes(name) and not core.has_sibling(seq.request):
             self.suspects.ended(name)
             self._let_go(core)
 

@@ -22,7 +22,9 @@ class Stranded:
     __slots__ = ("_alone_since", "_since")
 
     def __init__(self) -> None:
-        self._alone_since: float | None = None  # when the last executor was lost
+        self._alone_since: float | None = (
+            None  # when the last executor was lost, or somebody came before the first
+        )
         self._since: dict[Sequence, float] = {}  # in the order of those times
 
     def holds(self, seq: Sequence) -> bool:
@@ -46,6 +48,8 @@ class Stranded:
         self, core: "SchedulerCore", seq: Sequence, now: float, since: float | None = None
     ) -> None:
         """`seq` is in the queue, and has waited for an executor since then, if not from now on."""
+        if not core.executors and self._alone_since is None:
+            self._alone_since = now
         if core.executors and not any(state.suits(seq) for state in core.executors.values()):
             self._since[seq] = now if since is None else since
             core.waiting.park(seq)

@@ -1,6 +1,9 @@
 """Where suspects are tried when executors differ in size: where they can be, and in nobody's way."""
 
-from scheduler.sequence import Sequence, State
+from typing import NoReturn
+
+from scheduler.inquiry import name_of
+from scheduler.sequence import FinishReason, Sequence, State
 from tests.scheduler.fleet import Fleet
 
 BIG = {"num_blocks": 200, "max_num_seqs": 16, "max_seq_len": 300}
@@ -90,3 +93,18 @@ def test_a_suspect_that_nobody_here_can_hold_does_not_keep_those_who_are_searche
     fleet.run()
     fleet.check_outputs()
     assert not fleet.core.inquiry
+
+
+def test_a_suspect_that_ends_is_not_looked_for_among_all_requests() -> None:
+    """A crash with hundreds of rows, and tens of thousands waiting: their ends must not cost the product."""
+
+    class Untouched(dict[bytes, Sequence]):
+        def values(self) -> NoReturn:
+            raise AssertionError("all sequences were gone through")
+
+    fleet, suspects = fleet_with_two_suspects()
+    fleet.core.sequences = Untouched(fleet.core.sequences)
+    for seq in suspects:
+        assert fleet.core.inquiry.suspects.num_crashes(name_of(seq))
+        fleet.core.cancel(seq.request.key, FinishReason.ABORT, fleet.now)
+        assert not fleet.core.inquiry.suspects.num_crashes(name_of(seq))

@@ -64,12 +64,22 @@ def test_what_waited_for_any_executor_waits_on_when_the_first_to_come_is_too_sma
     long = fleet.submit("long", [1] * 20, 100, accepted_before=True)
     fleet.now = 5.0
     fleet.attach("small", **SMALL)
-    assert fleet.core.next_timer == 65.0
+    assert fleet.core.next_timer == 60.0
     assert fleet.plan("small") == []
     fleet.attach("big", **BIG)
     fleet.run()
     assert long.state is State.FINISHED
     fleet.check_outputs()
+
+
+def test_who_waits_for_the_first_executor_of_all_does_not_wait_for_ever() -> None:
+    fleet = Fleet()
+    fleet.now = 5.0
+    seq = fleet.submit("promised", [1, 2], 4, accepted_before=True)
+    assert fleet.core.next_timer == 65.0
+    assert fleet.core.expire(65.0) == [seq]
+    assert seq.finish is not None
+    assert seq.finish.status_code is StatusCode.UNAVAILABLE
 
 
 def test_one_that_is_too_small_does_not_start_the_time_anew() -> None:
