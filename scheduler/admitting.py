@@ -7,7 +7,7 @@ which they are asked, and what admits them. Pure.
 import math
 from typing import TYPE_CHECKING
 
-from scheduler import entrance, placement
+from scheduler import entrance, followers, placement
 from scheduler.batching import Batching
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Reason
@@ -153,6 +153,7 @@ def put_behind(core: "SchedulerCore", seq: Sequence) -> None:
     """`seq` is too late: it comes after those that are not."""
     seq.latest_start = math.inf
     core.waiting.reorder(seq)
+    followers.hand_on(core, seq)
 
 
 def tokens_left_to(core: "SchedulerCore", state: ExecutorState, head: Sequence, now: float) -> int:
@@ -267,7 +268,7 @@ def _place(
     seq.num_tokens_at_admission = len(seq.token_ids)
     seq.num_computed_tokens = num_cached_tokens
     core.enter(state, seq, block_table, rows)
-    state.cache.begin(seq, len(matched))
+    core.unpark_followers(state.cache.begin(seq, len(matched)))
     core.drain_rate.observe(now)
     num_new = len(seq.token_ids) - num_cached_tokens
     state.num_queued_tokens += num_new

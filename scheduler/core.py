@@ -18,7 +18,7 @@ brings `results`'.
 from dataclasses import replace
 from typing import Protocol
 
-from scheduler import admitting, door, entrance, padding, placement, policy, results, room
+from scheduler import admitting, door, entrance, followers, padding, placement, policy, results, room
 from scheduler.batching import Batching
 from scheduler.counters import Counters, Outcome
 from scheduler.doubt import Doubt
@@ -137,7 +137,9 @@ class SchedulerCore:
         seq.request = replace(seq.request, deadline=deadline)
         seq.latest_start = entrance.latest_start(self, seq)
         if seq.state is State.WAITING:
-            self.waiting.reorder(seq)
+            if not self.unpark(seq):  # else it looks for itself whom it follows
+                self.waiting.reorder(seq)
+            followers.hand_on(self, seq)
         self._timers.watch(seq, len(self.sequences))
 
     def _take_in(self, seq: Sequence, now: float) -> Sequence:
@@ -290,12 +292,15 @@ class SchedulerCore:
     def _sort_by_executor(self) -> None:
         """Executors have changed: who can be computed by some of them alone waits for those."""
         longest, features = self.max_total_tokens, self.features
+        leaders = [seq for seq in self.waiting if seq.followers]
         for seq in list(self.waiting):
             is_for_all = seq.max_len <= longest and seq.request.needs <= features
             only_at = None if is_for_all else placement.only_at(self, seq)
             if only_at != seq.only_at:
                 seq.only_at = only_at
                 self.waiting.reorder(seq)
+        for seq in leaders:  # those who follow it may stand in another class than it does
+            followers.hand_on(self, seq)
 
     @property
     def max_total_tokens(self) -> int:
@@ -552,7 +557,7 @@ class SchedulerCore:
         for seq, seq_id, num_computed_tokens in plan.filled:
             if state.running.get(seq_id) is not seq or seq_id in failed or seq.is_padding:
                 continue
-            self._unpark_followers(state.cache.register(seq, num_computed_tokens))
+            self.unpark_followers(state.cache.register(seq, num_computed_tokens))
             if seq.is_prefilling and seq.has_progressed:
                 self.note(seq, Reason.DECODE, state, "")
         # Those who decode have time: when many fill a block in the same step, names are made over several.
@@ -563,16 +568,16 @@ class SchedulerCore:
         ):
             seq, seq_id, num_computed_tokens = later.popleft()
             if state.running.get(seq_id) is seq and not seq.is_padding:  # else it left, wherever it is now
-                followers = state.cache.register(seq, num_computed_tokens)
-                if followers:
-                    self._unpark_followers(followers)
+                served = state.cache.register(seq, num_computed_tokens)
+                if served:
+                    self.unpark_followers(served)
 
     # --- back to the queue ---------------------------------------------------------------------------
 
     def preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:
         """Takes `seq` off its executor, which has answered everything; it waits again, to be recomputed."""
         if not seq.is_padding:  # nothing is in flight: all it has computed is known, and may be found again
-            self._unpark_followers(state.cache.register(seq, seq.num_computed_tokens))
+            self.unpark_followers(state.cache.register(seq, seq.num_computed_tokens))
         self._leave(state, seq, reason=None, tell_executor=True)
         if not seq.is_padding:
             self._back_to_waiting(seq, why)
@@ -604,10 +609,15 @@ class SchedulerCore:
 
     def unpark(self, seq: Sequence) -> bool:
         """Back into its place in the queue, unless it is kept out of it for another reason."""
-        return not (self.inquiry.holds(seq) or self.stranded.holds(seq)) and self.waiting.unpark(seq)
+        return self.is_a_follower(seq) and self.waiting.unpark(seq)
 
-    def _unpark_followers(self, followers: list[Sequence]) -> None:
-        for seq in followers:
+    def is_a_follower(self, seq: Sequence) -> bool:
+        """Whether `seq` is parked, and neither by a search nor for want of an executor."""
+        return seq in self.waiting.parked and not (self.inquiry.holds(seq) or self.stranded.holds(seq))
+
+    def unpark_followers(self, served: list[Sequence]) -> None:
+        """These need not wait for their beginning any more, or for nobody who computes it."""
+        for seq in served:
             if self.unpark(seq) and seq.time_line is not None:
                 seq.time_line.wait(self._now, self.clocks, step_id=0, detail="its beginning is there")
 
@@ -620,6 +630,7 @@ class SchedulerCore:
             if not self.waiting:
                 self.drain_rate.queue_is(self._now, empty=True)
             self.stranded.waits_no_more(seq)
+            followers.hand_on(self, seq)
         else:
             self._end_running(self.executors[seq.executor_id], seq, finish, event)
         seq.move(event)
@@ -646,7 +657,7 @@ class SchedulerCore:
             self.meters.steps_to_free.observe(state.session.num_unanswered)
         if event is Event.FINISH:  # all but its last token was fed, and has answered
             num_tokens = min(len(seq.token_ids) - 1, seq.num_computed_tokens)
-            self._unpark_followers(state.cache.register(seq, num_tokens))
+            self.unpark_followers(state.cache.register(seq, num_tokens))
             if not seq.is_padding:
                 self.lengths.observe(seq.num_output_tokens)
         block_table = seq.block_table
@@ -667,7 +678,8 @@ class SchedulerCore:
         keep_blocks: bool = False,
     ) -> None:
         """The one place where a seat is given back, and with it the blocks."""
-        self._unpark_followers(state.cache.end(seq))
+        state.cache.end(seq)
+        followers.hand_on(self, seq)
         if not keep_blocks:
             state.release(seq)
         state.give_seat_back(seq)

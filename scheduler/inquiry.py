@@ -16,6 +16,7 @@ its sequences have proven.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from scheduler import followers
 from scheduler.executor_state import ExecutorState
 from scheduler.sequence import Sequence, State
 from scheduler.suspects import Suspects
@@ -94,6 +95,7 @@ class Inquiry:
         """`seq` is in the queue: passed over there, if its request is searched."""
         if self.holds(seq):
             core.waiting.park(seq)
+            followers.hand_on(core, seq)
             self._passed_over[seq] = None
 
     def cannot_try(self, core: "SchedulerCore", seq: Sequence) -> None:

@@ -99,19 +99,26 @@ class PrefixCache:
         return self._computing.get(seq.block_keys[num_matched])
 
     def follow(self, seq: Sequence, leader: Sequence) -> None:
-        """`seq` waits until the blocks that it shares with `leader` are there."""
+        """`seq` waits until the blocks that it shares with `leader` are there; so do those who follow it."""
         size = self._blocks.block_size
-        usable = seq.max_cached_tokens // size
-        num_shared = _common_prefix(seq.token_ids, leader.token_ids) // size
-        leader.followers.append(Follower(seq, min(usable, num_shared)))
+        num_shared = _common_prefix(seq.token_ids, leader.token_ids)
+        num_tokens = min(seq.max_cached_tokens, num_shared) // size * size
+        leader.followers.append(Follower(seq, num_tokens))
+        for item in seq.followers:
+            leader.followers.append(Follower(item.seq, min(item.num_tokens, num_tokens)))
+        seq.followers = []
 
     # --- making known ------------------------------------------------------------------------------------
 
-    def begin(self, seq: Sequence, num_matched: int) -> None:
-        """`seq` was admitted; its first blocks were found here."""
+    def begin(self, seq: Sequence, num_matched: int) -> list[Sequence]:
+        """`seq` was admitted; its first blocks were found here.
+
+        Returns the followers that need not wait any more.
+        """
         self._take_up(seq)
         seq.num_registered_blocks = num_matched
         self._announce(seq)
+        return self._served(seq)
 
     def register(self, seq: Sequence, num_computed_tokens: int) -> list[Sequence]:
         """Blocks of `seq` that are full, and whose steps have answered, can be found from now on.
@@ -127,17 +134,20 @@ class PrefixCache:
             self._blocks.register(seq.block_table[index], seq.block_keys[index])
         seq.num_registered_blocks = num_full
         self._announce(seq)
-        served = [item.seq for item in seq.followers if item.num_blocks <= num_full]
+        return self._served(seq)
+
+    def _served(self, seq: Sequence) -> list[Sequence]:
+        """Takes off those of its followers whose blocks are there."""
+        num_tokens = seq.num_registered_blocks * self._blocks.block_size
+        served = [item.seq for item in seq.followers if item.num_tokens <= num_tokens]
         if served:
-            seq.followers = [item for item in seq.followers if item.num_blocks > num_full]
+            seq.followers = [item for item in seq.followers if item.num_tokens > num_tokens]
         return served
 
-    def end(self, seq: Sequence) -> list[Sequence]:
-        """`seq` leaves. Returns its followers: they must look again."""
+    def end(self, seq: Sequence) -> None:
+        """`seq` leaves. Its followers must look again (`followers`)."""
         self._withdraw(seq)
         seq.num_registered_blocks = 0
-        followers, seq.followers = [item.seq for item in seq.followers], []
-        return followers
 
     def _announce(self, seq: Sequence) -> None:
         index = seq.num_registered_blocks

@@ -123,10 +123,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A waiting sequence whose first `num_blocks` blocks are being computed by another one."""
+    """A waiting sequence whose first `num_tokens` tokens, whole blocks, another one computes or will next."""
 
     seq: "Sequence"
-    num_blocks: int
+    num_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +180,7 @@ class Sequence:
     keys_block_size: int = 0  # of the blocks that they name
     other_block_keys: dict[int, list[bytes]] | None = None  # the same, by other block sizes
     num_registered_blocks: int = 0  # of its block table, from the start: found or made known in the index
-    followers: list["Follower"] = field(default_factory=list)  # who waits for blocks that it computes
+    followers: list["Follower"] = field(default_factory=list)  # who waits for what it computes, or will
 
     # Of `inquiry`.
     num_proven_tokens: int = 0  # computed without harm when an executor last died under it

@@ -9,6 +9,7 @@ Pure: changes nothing of the core but the queue's marks, and what time lines say
 
 from typing import TYPE_CHECKING
 
+from scheduler import followers
 from scheduler.explain import Reason
 from scheduler.sequence import Sequence
 
@@ -53,6 +54,7 @@ class Stranded:
         if core.executors and not any(state.suits(seq) for state in core.executors.values()):
             self._since[seq] = now if since is None else since
             core.waiting.park(seq)
+            followers.hand_on(core, seq)
             core.inquiry.cannot_try(core, seq)
             _tell(core, seq, now, "no executor that is here can ever compute it", Reason.QUEUED_FOR_EXECUTOR)
 

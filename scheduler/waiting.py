@@ -15,7 +15,8 @@ so their recovery can be paced (`recovery`). So do those that only some of the e
 others do not see them, however many they are.
 
 All heaps delete lazily: entering and leaving cost O(log n), giving up while waiting O(1), and the stale entry
-is swept out when it comes up. So neither a step nor a cancel depends on how many wait. Pure.
+is swept out when it comes up. So neither a step nor a cancel depends on how many wait (`followers` goes
+through those of one who is given up, once). Pure.
 """
 
 import heapq
@@ -166,6 +167,9 @@ def _by_service_in(contest: Contest) -> Callable[[Tenant, Key], Key]:
 
 
 _Name = tuple[int, bool, frozenset[str] | None]
+
+
+Line = tuple[_Name, Tenant]  # served in a fixed order among themselves
 
 
 def _class_of(seq: Sequence) -> _Name:
@@ -327,7 +331,11 @@ class WaitingQueue:
         if self._aside.get(seq.tenant) is seq:
             self.recall(seq.tenant)
 
-    def _comes_before(self, one: Sequence, other: Sequence) -> bool:
+    def line_of(self, seq: Sequence) -> Line:
+        """Its tenant's in its class: there they are served in the order of `comes_before`."""
+        return _class_of(seq), seq.tenant
+
+    def comes_before(self, one: Sequence, other: Sequence) -> bool:
         """Whether `one` stands before `other`, of the same tenant; aging aside, as the tenant is."""
         ranks = [(seq.request.priority, not seq.is_recovering, self._key(seq)) for seq in (one, other)]
         return ranks[0] < ranks[1]
@@ -356,7 +364,7 @@ class WaitingQueue:
         of_class.by_turn.push(self._key(seq), self._next_entry, seq)
         of_class.by_age.push((seq.waiting_since,), self._next_entry, seq)
         stopped = self._aside.get(seq.tenant)
-        if stopped is not None and (seq is stopped or self._comes_before(seq, stopped)):
+        if stopped is not None and (seq is stopped or self.comes_before(seq, stopped)):
             self.recall(seq.tenant)
 
     def _key(self, seq: Sequence) -> Key:

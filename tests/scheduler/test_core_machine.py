@@ -252,6 +252,16 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.h.core.counters.preemptions == 0
 
     @invariant()
+    def nobody_is_kept_out_of_the_queue_by_nobody(self) -> None:
+        if not hasattr(self, "h"):
+            return
+        core = self.h.core
+        alive = [seq for seq in core.sequences.values() if seq.state is not State.FINISHED]
+        followers = {item.seq for seq in alive for item in seq.followers}
+        for seq in core.waiting.parked:
+            assert seq in followers or core.inquiry.holds(seq) or core.stranded.holds(seq)
+
+    @invariant()
     def tenants_are_their_sequences(self) -> None:
         if not hasattr(self, "h"):
             return

@@ -19,7 +19,8 @@ from tests.rig.checking_executor import capacity
 READS_ALONE = {"explain", "features", "has_sibling", "is_idle", "max_total_tokens", "next_timer",
                "num_free_seats", "num_running"}  # fmt: skip
 # Called by the core's own parts, within calls that are recorded.
-ITS_OWN = {"enter", "find_place", "note", "preempt", "see_who_takes_newcomers", "unpark"}
+ITS_OWN = {"enter", "find_place", "is_a_follower", "note", "preempt", "see_who_takes_newcomers", "unpark",
+           "unpark_followers"}  # fmt: skip
 LIMITS = Limits(window=1)
 
 
