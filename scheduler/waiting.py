@@ -32,6 +32,8 @@ _PARKED = 0  # no entry of a heap has this number
 _SLACK = 64  # stale entries that are not worth sweeping
 
 Key = tuple[float, ...]
+_Name = tuple[int, bool, frozenset[str] | None]  # of a class: its first three fields
+Line = tuple[_Name, Tenant]  # those of one tenant in one class
 
 
 class Policy(Enum):
@@ -151,7 +153,7 @@ class _Class:
     by_age: _TenantHeaps  # who has waited longest comes first
 
     @property
-    def name(self) -> "_Name":
+    def name(self) -> _Name:
         """Its key."""
         return self.priority, self.is_recovering, self.only_at
 
@@ -164,12 +166,6 @@ def _by_key(_: Tenant, key: Key) -> Key:
 def _by_service_in(contest: Contest) -> Callable[[Tenant, Key], Key]:
     """Service counts before all."""
     return lambda tenant, key: (tenant.service_in(contest), key[0], *key[2:])
-
-
-_Name = tuple[int, bool, frozenset[str] | None]
-
-
-Line = tuple[_Name, Tenant]  # served in a fixed order among themselves
 
 
 def _class_of(seq: Sequence) -> _Name:
