@@ -100,14 +100,16 @@ def _leader(state: ExecutorState, seq: Sequence, matched: list[int]) -> Sequence
     return None if leader is None or leader.importance > seq.request.priority else leader
 
 
-def _tenant_allows(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> bool:
-    """Whether the own limits of its tenant let `seq` enter.
+def _tenant_allows(core: "SchedulerCore", state: ExecutorState, seq: Sequence, num_taken: int = 0) -> bool:
+    """Whether the own limits of its tenant let `seq` enter, when others of it take `num_taken` blocks before.
 
     Where whole lengths are reserved, those of the tenant's own sequences are, so that none of them is ever
     preempted for its limit either.
     """
     tenant = seq.tenant
-    if not tenant.may_run_one_more or not tenant.may_hold(state.blocks.blocks_for(len(seq.token_ids))):
+    if not tenant.may_run_one_more or not tenant.may_hold(
+        state.blocks.blocks_for(len(seq.token_ids)) + num_taken
+    ):
         return False
     if tenant.limits.max_blocks is None or not tenant.num_running:
         return True
@@ -170,14 +172,15 @@ def _has_room(
 
 def who_makes_way(core: "SchedulerCore", state: ExecutorState, head: Sequence) -> list[Sequence]:
     """Less important sequences whose leaving lets `head` enter now; empty when it needs or gets none."""
-    if not _tenant_allows(core, state, head):
+    growing = [seq for seq in state.running.values() if seq.needs_block]  # in this very step, before `head`
+    if not _tenant_allows(core, state, head, sum(seq.tenant is head.tenant for seq in growing)):
         return []
     matched = state.cache.matched(head)
     if matched is None or _leader(state, head, matched) is not None:
         return []
     num_seats = len(state.running) + 1 - state.max_num_seqs
 
-    num_taken = sum(seq.needs_block for seq in state.running.values())  # in this very step, before `head`
+    num_taken = len(growing)
     has_room = _has_room(core, state, head, matched, num_taken=num_taken)
 
     def suffices(leaving: list[Sequence]) -> bool:
