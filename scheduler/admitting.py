@@ -59,6 +59,7 @@ def give_out(
         if may_enter and alone is None:
             _admit(core, state, rows, turn, now)
     finally:
+        state.made_way_for = None  # in this plan or not at all
         if turn is not None:
             _end_turn(core, state, turn)
     _admit_alone(core, state, rows, alone, now)

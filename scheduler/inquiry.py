@@ -129,13 +129,24 @@ class Inquiry:
 
         Makes this executor the host of the trial when there is none and it is the best one.
         """
-        trial = self.suspects.trial
-        if not trial:
+        if not self.suspects.trial:
             return None
-        waiting = [seq for seq in self._passed_over if seq.state is State.WAITING and name_of(seq) in trial]
+        waiting = self._on_trial_and_waiting()
         if self._needs_another_host(core, waiting):
             self._host = state.executor_id if self._may_host(core, state, waiting, now) else None
         return waiting if self.is_host(state) else None
+
+    def may_keep_out(self, core: "SchedulerCore", state: ExecutorState) -> bool:
+        """Whether this is the host, or may be once those who run have left: then nobody else enters here."""
+        if not self.suspects.trial:
+            return False
+        waiting = self._on_trial_and_waiting()
+        is_wanted = self._needs_another_host(core, waiting) and _takes_one_of(state, waiting)
+        return is_wanted or self.is_host(state)
+
+    def _on_trial_and_waiting(self) -> list[Sequence]:
+        trial = self.suspects.trial
+        return [seq for seq in self._passed_over if seq.state is State.WAITING and name_of(seq) in trial]
 
     def _needs_another_host(self, core: "SchedulerCore", waiting: list[Sequence]) -> bool:
         """Whether there is none, or one that can do nothing for those who wait."""

@@ -69,7 +69,7 @@ def displace_for_next(core: "SchedulerCore", state: ExecutorState, now: float) -
     others = (other for other in core.executors.values() if other is not state)
     if any(placement.could_take(core, other, head) for other in others):
         return True  # another executor has room for it
-    if core.inquiry and core.inquiry.only_these(core, state, now) is not None:
+    if core.inquiry and core.inquiry.may_keep_out(core, state):
         return True  # it could not enter
     if admitting.tokens_left_to(core, state, head, now) <= 0:
         return True  # it would get its seat and none of the tokens: a later step has some

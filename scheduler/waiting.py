@@ -214,8 +214,9 @@ class WaitingQueue:
         self.num_tokens += num_tokens
         seq.tenant.num_waiting += 1
         self.num_held_back += seq.tenant in self._held_back
+        contest = self._contest(seq.request.priority)
         if seq.tenant not in self._aside:
-            self._contest(seq.request.priority).enter(seq.tenant)
+            contest.enter(seq.tenant)
         group = (seq.request.priority, seq.tenant.name)
         self.counts[group] = self.counts.get(group, 0) + 1
         seq.tenant.num_waiting_tokens += num_tokens
@@ -315,9 +316,11 @@ class WaitingQueue:
         """Something of `tenant` was given back: it takes part again."""
         if tenant in self._aside:
             del self._aside[tenant]
+            # Also where all who wait are parked, and so no class is there.
+            for priority, contest in self._contests.items():
+                if (priority, tenant.name) in self.counts:
+                    contest.enter(tenant)
             for of_class in self._classes.values():
-                if (of_class.priority, tenant.name) in self.counts:
-                    self._contest(of_class.priority).enter(tenant)
                 of_class.by_turn.recall(tenant)
                 of_class.by_age.recall(tenant)
             self._on_aside(tenant)

@@ -3,6 +3,7 @@
 from typing import NoReturn
 
 from scheduler.inquiry import name_of
+from scheduler.policy import Admission, Limits
 from scheduler.sequence import FinishReason, Sequence, State
 from tests.scheduler.fleet import Fleet
 
@@ -108,3 +109,28 @@ def test_a_suspect_that_ends_is_not_looked_for_among_all_requests() -> None:
         assert fleet.core.inquiry.suspects.num_crashes(name_of(seq))
         fleet.core.cancel(seq.request.key, FinishReason.ABORT, fleet.now)
         assert not fleet.core.inquiry.suspects.num_crashes(name_of(seq))
+
+
+def test_nobody_makes_way_where_suspects_alone_may_enter_once_there_is_room() -> None:
+    fleet = Fleet(Limits(watermark=0.0, admission=Admission.OPTIMISTIC))
+    for name in ("e1", "e2"):
+        fleet.attach(name, max_num_seqs=1)
+        fleet.submit(f"runs at {name}", [4, 5], 200, priority=1)
+        fleet.plan(name)
+        answer(fleet, name)
+        fleet.plan(name)
+        answer(fleet, name)
+    suspects = [fleet.submit(f"r{number}", [1, 2, number], 100, priority=1) for number in range(2)]
+    for _ in range(2):
+        fleet.attach("e3", max_num_seqs=2)
+        fleet.plan("e3")
+        assert {seq.executor_id for seq in suspects} == {"e3"}
+        fleet.lose("e3", is_crash=True)
+    assert fleet.core.inquiry.suspects.trial
+    head = fleet.submit("head", [7, 8, 9], 10, priority=0)
+    fleet.plan("e1")
+    assert fleet.core.counters.displacements == 0
+    assert head.state is State.WAITING
+    fleet.attach("e3", max_num_seqs=2)
+    fleet.run()
+    fleet.check_outputs()

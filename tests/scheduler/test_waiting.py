@@ -429,3 +429,20 @@ def test_under_fair_one_that_lost_its_place_waits_for_its_tenants_turn() -> None
         queue.admit(seq, 0.0)
         names.append(seq.request.request_id)
     assert names == ["new", "back", "own"]
+
+
+def test_whoever_is_recalled_competes_also_where_all_who_wait_are_parked() -> None:
+    queue = WaitingQueue(Policy.FAIR)
+    held, other = (Tenant(name, TenantLimits()) for name in "ab")
+    stopped, parked = waiting("stopped", 1, tenant=held), waiting("parked", 2, tenant=held, priority=1)
+    theirs = waiting("theirs", 3, tenant=other, priority=1)
+    for seq in (stopped, parked, theirs):
+        queue.push(seq)
+    for seq in (parked, theirs):
+        queue.park(seq)
+    assert queue.peek(0.0) is stopped
+    queue.set_aside(stopped)
+    other.num_output_tokens = 100
+    queue.recall(held)
+    queue.unpark(parked)
+    assert queue.service(parked) == queue.service(theirs) == 200
