@@ -292,14 +292,15 @@ class SchedulerCore:
     def _sort_by_executor(self) -> None:
         """Executors have changed: who can be computed by some of them alone waits for those."""
         longest, features = self.max_total_tokens, self.features
-        leaders = [seq for seq in self.waiting if seq.followers]
+        leaders = [seq for seq in self.waiting if seq.followers or seq.inherited]
         for seq in list(self.waiting):
             is_for_all = seq.max_len <= longest and seq.request.needs <= features
             only_at = None if is_for_all else placement.only_at(self, seq)
             if only_at != seq.only_at:
                 seq.only_at = only_at
                 self.waiting.reorder(seq)
-        for seq in leaders:  # those who follow it may stand in another class than it does
+        for seq in leaders:  # those who follow it may stand in another class than it does, and than before
+            seq.followers = seq.take_followers()
             followers.hand_on(self, seq)
 
     @property

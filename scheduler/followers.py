@@ -3,12 +3,14 @@
 There may be thousands, of one prompt. To look at all of them again, only to find that the next one has begun
 to compute what the others want, would make a step long, and whoever sends and cancels could do that each
 time. So the first of each line looks again, and the others follow it: a line is a tenant's in one class of
-the queue, and they would not be served before it anyway. Pure.
+the queue, and they would not be served before it anyway. The first takes its line over as it is: when it
+goes in its turn, the next one is found without looking at all of them. Pure.
 """
 
+import heapq
 from typing import TYPE_CHECKING
 
-from scheduler.sequence import Follower, Sequence
+from scheduler.sequence import FollowerLine, Sequence
 from scheduler.waiting import Line
 
 if TYPE_CHECKING:
@@ -17,19 +19,32 @@ if TYPE_CHECKING:
 
 def hand_on(core: "SchedulerCore", leader: Sequence) -> None:
     """`leader` is not the one who computes what its followers wait for: it is over, or not served next."""
-    if not leader.followers:
+    if not (leader.followers or leader.inherited):
         return
-    items = [
-        (core.waiting.line_of(item.seq), item) for item in leader.followers if core.is_a_follower(item.seq)
-    ]
-    leader.followers = []
-    firsts: dict[Line, Follower] = {}
-    for line, item in items:
-        first = firsts.setdefault(line, item)
-        if core.waiting.comes_before(item.seq, first.seq):
-            firsts[line] = item
-    for line, item in items:
-        first = firsts[line]
-        if item.seq is not first.seq:  # both share so much with `leader`, and so with each other
-            first.seq.followers.append(Follower(item.seq, min(item.num_tokens, first.num_tokens)))
-    core.unpark_followers([item.seq for item in firsts.values()])
+    inherited, leader.inherited = leader.inherited, None
+    taken, leader.followers = leader.followers, []
+    lines: dict[Line, FollowerLine] = {}
+    if inherited is not None:
+        lines[core.waiting.line_of(inherited.heap[0][-1])] = inherited
+    for item in taken:
+        if core.is_a_follower(item.seq):
+            line = lines.setdefault(core.waiting.line_of(item.seq), FollowerLine([], 0))
+            if line is not inherited:  # less than they share is safe to say: then they look again too soon
+                line.most_tokens = max(line.most_tokens, item.num_tokens)
+            rank = core.waiting.rank_in_line(item.seq)
+            heapq.heappush(line.heap, (rank, item.seq.order, item.num_tokens, item.seq))
+    firsts = [_first(core, line) for line in lines.values()]
+    core.unpark_followers([seq for seq in firsts if seq is not None])
+
+
+def _first(core: "SchedulerCore", line: FollowerLine) -> Sequence | None:
+    """Whom the others of `line` follow now; None when nobody of it waits for its beginning any more."""
+    while line.heap:
+        _, _, num_tokens, seq = heapq.heappop(line.heap)
+        if core.is_a_follower(seq):
+            if line.heap:
+                line.most_tokens = min(line.most_tokens, num_tokens)
+                seq.followers = seq.take_followers()
+                seq.inherited = line
+            return seq
+    return None

@@ -104,9 +104,8 @@ class PrefixCache:
         num_shared = _common_prefix(seq.token_ids, leader.token_ids)
         num_tokens = min(seq.max_cached_tokens, num_shared) // size * size
         leader.followers.append(Follower(seq, num_tokens))
-        for item in seq.followers:
+        for item in seq.take_followers():
             leader.followers.append(Follower(item.seq, min(item.num_tokens, num_tokens)))
-        seq.followers = []
 
     # --- making known ------------------------------------------------------------------------------------
 
@@ -142,6 +141,10 @@ class PrefixCache:
         served = [item.seq for item in seq.followers if item.num_tokens <= num_tokens]
         if served:
             seq.followers = [item for item in seq.followers if item.num_tokens > num_tokens]
+        if seq.inherited is not None:
+            served += seq.inherited.take_served(num_tokens)
+            if not seq.inherited.heap:
+                seq.inherited = None
         return served
 
     def end(self, seq: Sequence) -> None:

@@ -6,6 +6,7 @@ work left is the difference, and the scheduler gives out tokens until computed c
 Pure: knows nothing of executors, routers or wires, and has no clock.
 """
 
+import heapq
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
@@ -129,6 +130,29 @@ class Follower:
     num_tokens: int
 
 
+@dataclass(slots=True)
+class FollowerLine:
+    """Those of one tenant in one class who followed somebody that went: now they follow the first of them.
+
+    `heap` has them in the order in which they would be served: rank, order, tokens, sequence. They share no
+    more than `most_tokens` with the first, as far as is known.
+    """
+
+    heap: list[tuple[tuple[object, ...], int, int, "Sequence"]]
+    most_tokens: int
+
+    def take_served(self, num_tokens: int) -> list["Sequence"]:
+        """Takes off those for whom so many tokens are enough."""
+        if self.most_tokens <= num_tokens:
+            served, self.heap = [seq for *_, seq in self.heap], []
+            return served
+        served = [seq for _, _, wanted, seq in self.heap if wanted <= num_tokens]
+        if served:
+            self.heap = [item for item in self.heap if item[2] > num_tokens]
+            heapq.heapify(self.heap)
+        return served
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way.
@@ -181,6 +205,7 @@ class Sequence:
     other_block_keys: dict[int, list[bytes]] | None = None  # the same, by other block sizes
     num_registered_blocks: int = 0  # of its block table, from the start: found or made known in the index
     followers: list["Follower"] = field(default_factory=list)  # who waits for what it computes, or will
+    inherited: FollowerLine | None = None  # and who followed one that went, before it did
 
     # Of `inquiry`.
     num_proven_tokens: int = 0  # computed without harm when an executor last died under it
@@ -215,6 +240,15 @@ class Sequence:
                 f"sequence {self.seq_id} is {self.state.value}, cannot {event.value}"
             )
         self.state = target
+
+    def take_followers(self) -> list["Follower"]:
+        """All of them, who follow it no more."""
+        taken, self.followers = self.followers, []
+        if self.inherited is not None:
+            most = self.inherited.most_tokens
+            taken += [Follower(seq, min(num_tokens, most)) for _, _, num_tokens, seq in self.inherited.heap]
+            self.inherited = None
+        return taken
 
     def forget_computed(self) -> None:
         """Starts over from the known ids: nothing is computed, nothing is in flight."""

@@ -34,6 +34,7 @@ _SLACK = 64  # stale entries that are not worth sweeping
 Key = tuple[float, ...]
 _Name = tuple[int, bool, frozenset[str] | None]  # of a class: its first three fields
 Line = tuple[_Name, Tenant]  # those of one tenant in one class
+Rank = tuple[int, bool, Key]  # there
 
 
 class Policy(Enum):
@@ -331,13 +332,16 @@ class WaitingQueue:
             self.recall(seq.tenant)
 
     def line_of(self, seq: Sequence) -> Line:
-        """Its tenant's in its class: there they are served in the order of `comes_before`."""
+        """Its tenant's in its class: there they are served in the order of `rank_in_line`."""
         return _class_of(seq), seq.tenant
 
-    def comes_before(self, one: Sequence, other: Sequence) -> bool:
-        """Whether `one` stands before `other`, of the same tenant; aging aside, as the tenant is."""
-        ranks = [(seq.request.priority, not seq.is_recovering, self._key(seq)) for seq in (one, other)]
-        return ranks[0] < ranks[1]
+    def rank_in_line(self, seq: Sequence) -> Rank:
+        """Of those of one tenant the lowest stands first; aging aside, as the tenant is."""
+        return (seq.request.priority, not seq.is_recovering, self._key(seq))
+
+    def _comes_before(self, one: Sequence, other: Sequence) -> bool:
+        """Whether `one` stands before `other`, of the same tenant."""
+        return self.rank_in_line(one) < self.rank_in_line(other)
 
     def service(self, seq: Sequence) -> float:
         """What the tenant of `seq` was served, as it counts in the class of `seq`."""
@@ -363,7 +367,7 @@ class WaitingQueue:
         of_class.by_turn.push(self._key(seq), self._next_entry, seq)
         of_class.by_age.push((seq.waiting_since,), self._next_entry, seq)
         stopped = self._aside.get(seq.tenant)
-        if stopped is not None and (seq is stopped or self.comes_before(seq, stopped)):
+        if stopped is not None and (seq is stopped or self._comes_before(seq, stopped)):
             self.recall(seq.tenant)
 
     def _key(self, seq: Sequence) -> Key:

@@ -258,6 +258,7 @@ class CoreMachine(RuleBasedStateMachine):
         core = self.h.core
         alive = [seq for seq in core.sequences.values() if seq.state is not State.FINISHED]
         followers = {item.seq for seq in alive for item in seq.followers}
+        followers |= {item[-1] for seq in alive if seq.inherited for item in seq.inherited.heap}
         for seq in core.waiting.parked:
             assert seq in followers or core.inquiry.holds(seq) or core.stranded.holds(seq)
 

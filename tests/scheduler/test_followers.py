@@ -121,3 +121,21 @@ def test_nobody_is_forgotten_whoever_goes_and_whatever_blocks_executors_have(see
             fleet.attach(name, max_num_batched_tokens=32, max_seq_len=256, **shapes[name])
     fleet.run()
     fleet.check_outputs(but=gone)
+
+
+def test_ending_a_line_one_by_one_looks_at_each_of_it_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each time at all that are left: thousands may wait for one prompt."""
+    h = behind_a_leader(f"a{i}" for i in range(400))
+    looks = 0
+    is_a_follower = h.core.is_a_follower
+
+    def counted(seq: Sequence) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_a_follower(seq)
+
+    monkeypatch.setattr(h.core, "is_a_follower", counted)
+    for name in list(h.sequences):
+        give_up(h, name)
+    assert not h.core.waiting
+    assert 400 <= looks <= 2000
