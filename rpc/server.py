@@ -146,8 +146,7 @@ def main(prog: str, service: Callable[[], Coroutine[None, None, int]]) -> NoRetu
     try:
         code = uvloop.run(service())
     except (StartError, AddressError) as error:
-        if log.flush():  # else nobody reads, and it would wait for ever
-            print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201 - for people
+        log.write(f"{prog}: {' '.join(str(error).split())}")
         code = 2
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT

@@ -54,9 +54,9 @@ def test_a_traceback_never_shows_local_variables(fmt: str) -> None:
 
 FULL = """
 import sys, structlog
-from rpc import log
-log.MAX_WAITING_CHARACTERS = 200_000  # more than a pipe holds
-log.FLUSH_SECONDS = 20.0
+from rpc import line_writer, log
+line_writer.MAX_WAITING_CHARACTERS = 200_000  # more than a pipe holds
+line_writer.FLUSH_SECONDS = 20.0
 log.configure("lift", fmt="json", level="info")
 for number in range(400):
     structlog.get_logger().info("x" * 1000, number=number)
@@ -92,3 +92,58 @@ def test_a_process_whose_log_nobody_reads_ends() -> None:
     script = script.replace("FLUSH_SECONDS = 20.0", "FLUSH_SECONDS = 0.1")
     with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
         assert process.wait(30) == 0
+
+
+def test_a_line_beyond_the_bound_is_counted_and_the_log_goes_on() -> None:
+    script = """
+import structlog
+from rpc import line_writer, log
+line_writer.MAX_WAITING_CHARACTERS = 1000
+log.configure("lift", fmt="json", level="info")
+logger = structlog.get_logger()
+for event in ("before", "x" * 1000, "after", "y" * 1000, "z" * 1000):
+    assert log.flush()  # the writer has nothing to do
+    logger.info(event)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    dropped = "log_lines_dropped"
+    assert [line["event"] for line in lines] == ["before", dropped, "after", dropped, dropped]
+    assert [line["num_lines"] for line in lines if line["event"] == dropped] == [1, 1, 1]
+
+
+UNCAUGHT = """
+import threading, structlog
+from rpc import line_writer, log, server
+line_writer.FLUSH_SECONDS = {flush_seconds}
+class Late:
+    def __del__(self):
+        raise ValueError("three")
+async def service():
+    log.configure("lift", fmt="json", level="info")
+    for number in range({num_lines}):
+        structlog.get_logger().info("x" * 1000)
+    thread = threading.Thread(target=lambda: 1 / 0, name="worker")
+    thread.start()
+    thread.join()
+    Late()
+    raise ValueError("a defect")
+server.main("lift", service)
+"""
+
+
+def test_an_exception_that_nobody_caught_is_the_last_line_of_the_log() -> None:
+    script = UNCAUGHT.format(flush_seconds=20.0, num_lines=3)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.returncode == 1
+    assert [line["event"] for line in lines[3:]] == ["thread_failed", "exception_ignored", "failed"]
+    assert lines[3]["thread"] == "worker"
+    assert "Late.__del__" in lines[4]["where"]
+    assert lines[5]["exception"][0]["exc_value"] == "a defect"
+
+
+def test_a_service_that_ends_with_a_defect_ends_whoever_reads_its_log() -> None:
+    script = UNCAUGHT.format(flush_seconds=0.1, num_lines=300)  # more than a pipe holds
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
+        assert process.wait(30) == 1
