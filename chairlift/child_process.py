@@ -15,7 +15,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rpc import log
 from rpc.address import Address
+from rpc.announcing import announce
 from rpc.cancel import heed_cancel
 from rpc.channel import connect
 from rpc.settings import PREFIX
@@ -45,7 +47,7 @@ class Service:
 
 
 class ChildProcess:
-    """A service process that can be started again. Its log goes to our stderr."""
+    """A service process that can be started again. The lines of its log are lines of ours."""
 
     def __init__(self, service: Service) -> None:
         self.name = service.name
@@ -136,7 +138,7 @@ class ChildProcess:
                     self.address = Address.parse(text.removeprefix(_ANNOUNCEMENT), field="listening on")
                     self._announced.set_result(self.address)
             else:
-                print(text, flush=True)  # where its other doors are
+                announce(text)  # where its other doors are
 
     async def _read_stderr(self, stream: asyncio.StreamReader) -> None:
         """Hands lines on, but for `NAME: why it cannot start`, which its starter tells."""
@@ -144,5 +146,4 @@ class ChildProcess:
             if line.removeprefix(b"chairlift ").startswith(f"{self._service.module}: ".encode()):
                 self._said = line.decode(errors="replace").strip()
                 continue
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+            log.write(line.decode(errors="backslashreplace").removesuffix("\n"))

@@ -2,26 +2,28 @@
 
 They speak over Unix sockets in a private folder; only the router can be reached from outside, and it alone
 takes certificates. What a flag means is known by the service that takes it: here it is only handed on.
+
+Whoever reads what they and we say may stand still or go: we watch over them all the same.
 """
 
 import asyncio
-import contextlib
 import secrets
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from chairlift.child_process import ChildProcess, Service
 from chairlift.pull import default_models_dir, resolve
+from rpc import log
 from rpc.address import Address, AddressError
+from rpc.announcing import announce
 from rpc.errors import StartError
 from rpc.settings import Settings, load
+from rpc.stop_signals import stop_signals
 
 SECRET = "cluster-secret"  # noqa: S105 - the name of a file
 _FIRST_RESTART_SECONDS = 0.5
@@ -141,10 +143,12 @@ class ServeSettings(Settings):
     max_request_bytes: int | None = Field(
         default=None, description="Largest message or body taken from a client, bytes."
     )
-    log_format: str = Field(
+    log_format: Literal["console", "json"] = Field(
         default="console" if sys.stderr.isatty() else "json", description="console or json."
     )
-    log_level: str = Field(default="info", description="debug, info, warning or error.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="debug, info, warning or error."
+    )
 
 
 ALL = ("executor", "scheduler", "router")
@@ -260,6 +264,7 @@ def main(argv: list[str]) -> int:
         settings = load(ServeSettings, argv, prog="chairlift serve")
         Address.parse(settings.listen, field="--listen")
         model = resolve(settings.model, default_models_dir())
+        log.configure("serve", fmt=settings.log_format, level=settings.log_level)
         with tempfile.TemporaryDirectory(prefix="chairlift-") as folder:
             # A router that is started again goes on with the streams of the one before.
             (Path(folder) / SECRET).write_bytes(secrets.token_bytes(32))
@@ -267,15 +272,21 @@ def main(argv: list[str]) -> int:
                 Address.parse(service.listens_at[-1], field=f"the {service.name}'s socket (see TMPDIR)")
             return asyncio.run(_serve(settings, services(settings, model, Path(folder))))
     except (StartError, AddressError) as error:
-        print(f"chairlift serve: {str(error).removeprefix('chairlift ')}", file=sys.stderr)
+        log.write(f"chairlift serve: {str(error).removeprefix('chairlift ')}")
         return 2
 
 
 async def _serve(settings: ServeSettings, wanted: list[Service]) -> int:
     started = time.monotonic()
     children = [ChildProcess(service) for service in wanted]
-    with _stop_signals(children) as stop_asked:
+
+    def kill_all(_number: object) -> None:
+        for child in children:
+            child.kill()
+
+    with stop_signals(kill_all) as stop_asked:
         stopped = asyncio.ensure_future(stop_asked.wait())
+        keepers: list[asyncio.Future[Any]] = []
         try:
             for child in children:
                 await child.start()
@@ -283,13 +294,17 @@ async def _serve(settings: ServeSettings, wanted: list[Service]) -> int:
                 if not await _ready_before(child, children, stopped):
                     return 0
                 where = f", listening on {child.address}" if child is children[-1] else ""
-                print(f"{child.name} ready after {time.monotonic() - started:.1f} s{where}", flush=True)
-            keepers = [asyncio.ensure_future(_keep_alive(child)) for child in children]
-            await stopped
+                announce(f"{child.name} ready after {time.monotonic() - started:.1f} s{where}")
+            keepers += [asyncio.ensure_future(_keep_alive(child)) for child in children]
+            # A keeper ends by an exception alone: its process cannot be started again, and all end.
+            await asyncio.wait([stopped, *keepers], return_when=asyncio.FIRST_COMPLETED)
             for keeper in keepers:
-                keeper.cancel()
+                if keeper.done():
+                    keeper.result()
         finally:
             stopped.cancel()
+            for keeper in keepers:
+                keeper.cancel()
             # From the door inwards: each tier drains while those it needs are still there.
             for child in reversed(children):
                 await child.stop(settings.grace_seconds + _KILL_AFTER_SECONDS)
@@ -327,24 +342,7 @@ async def _keep_alive(child: ChildProcess) -> None:
         await asyncio.wait([child.ended])
         if time.monotonic() - started > _STEADY_SECONDS:
             pause = _FIRST_RESTART_SECONDS
-        print(f"{await child.last_words()}; starting it again in {pause:g} s", file=sys.stderr, flush=True)
+        log.write(f"{await child.last_words()}; starting it again in {pause:g} s")
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_RESTART_SECONDS)
         await child.start()
-
-
-@contextlib.contextmanager
-def _stop_signals(children: list[ChildProcess]) -> Iterator[asyncio.Event]:
-    """An event that the first SIGTERM, SIGINT or SIGHUP sets; the next one kills the children."""
-    loop = asyncio.get_running_loop()
-    stop_asked = asyncio.Event()
-
-    def stop() -> None:
-        if stop_asked.is_set():
-            for child in children:
-                child.kill()
-        stop_asked.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, stop)
-    yield stop_asked

@@ -4,11 +4,10 @@ What is served, and when it is well, the service says; nothing here knows it.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -19,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from rpc import descriptors, log
 from rpc import health as health_service
 from rpc.address import AddressError
+from rpc.announcing import announce
 from rpc.channel import server_options
 from rpc.door import Admit, Door, admit_all
 from rpc.errors import StartError
@@ -26,6 +26,7 @@ from rpc.health import Health
 from rpc.listening import bind
 from rpc.metrics import MetricsDoor, Source
 from rpc.settings import ServiceSettings
+from rpc.stop_signals import stop_signals
 
 # After a complete drain: time for last messages to leave. Only streams that never end use it up.
 _FAREWELL_SECONDS = 0.5
@@ -103,18 +104,18 @@ async def serve(
         bind(server, listen, certificates, demand_certificates=settings.demands_certificates)
         for listen in settings.listen.split(",")
     ]
-    with _stop_signals() as stop_asked:
+    with stop_signals(_end_at_once) as stop_asked:
         work = None
         watching = asyncio.create_task(descriptors.watch())
         try:
             await server.start()
             for address in addresses:
-                _announce(f"listening on {address}")
+                announce(f"listening on {address}")
                 secured = certificates is not None and address.unix_path is None
                 _log.info("listening", address=str(address), tls=secured)
             for side_door in side_doors:
                 where = await side_door.open()
-                _announce(f"{side_door.name} on {where}")
+                announce(f"{side_door.name} on {where}")
                 _log.info("listening", door=side_door.name, address=where)
             work = asyncio.ensure_future(run()) if run is not None else None
             failure = await _failure_before(stop_asked, work)
@@ -151,16 +152,6 @@ def main(prog: str, service: Callable[[], Coroutine[None, None, int]]) -> NoRetu
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     sys.exit(code)
-
-
-def _announce(line: str) -> None:
-    """A line on stdout, for scripts that wait for it. One that has heard enough may have closed it."""
-    try:
-        print(line, flush=True)  # noqa: T201 - see above
-    except BrokenPipeError:
-        # What it could not write, Python would try to at the end, and fail.
-        with open(os.devnull, "wb") as nobody:  # noqa: PTH123 - it is no path
-            os.dup2(nobody.fileno(), sys.stdout.fileno())
 
 
 def _end_at_once(number: int, _frame: object = None) -> NoReturn:
@@ -203,29 +194,3 @@ async def _drain(
         _log.warning("grace_over", grace_seconds=grace_seconds)
     else:
         await server.stop(_FAREWELL_SECONDS)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[asyncio.Event]:
-    """An event that the first of the signals sets; a second SIGTERM or SIGINT ends the process.
-
-    A second SIGHUP does not: a terminal that closes may send two. Who ignores them (`nohup`) goes on to.
-    """
-    loop = asyncio.get_running_loop()
-    stop_asked = asyncio.Event()
-
-    def stop(number: signal.Signals) -> None:
-        if stop_asked.is_set() and number is not signal.SIGHUP:
-            _end_at_once(number)
-        stop_asked.set()
-
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, stop, number)
-    try:
-        yield stop_asked
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

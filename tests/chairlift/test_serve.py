@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import hashlib
 import importlib
@@ -8,11 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from chairlift import ChairliftError, Client
+from chairlift import ChairliftError, Client, serve
 from chairlift.certs import write
+from chairlift.child_process import Service
 from chairlift.serve import ALL, TAKEN_BY, ServeSettings, services
 from rpc.settings import ServiceSettings, load
 from scheduler.config import SchedulerSettings
@@ -304,3 +307,136 @@ def test_no_orphan_survives_a_killed_parent(tiny_model_folder: Path) -> None:
         process.kill()
         process.wait()
         until(lambda: not any(is_alive(pid) for pid in children))
+
+
+@pytest.mark.parametrize("reader", ["gone", "still"])
+def test_whoever_reads_or_not_it_serves_restarts_what_dies_and_stops(
+    reader: str, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    """Of its log nothing is read from the start, of stdout until it is ready."""
+    leave = fill if reader == "still" else lambda stream: stream.close()
+    flags = (
+        "--model",
+        str(tiny_model_folder),
+        "--http",
+        f"unix:{tmp_path}/http.sock",
+        "--log-level",
+        "debug",
+    )
+    address = f"unix:{tmp_path}/router.sock"
+    with serving(*flags, "--listen", address) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        leave(process.stderr)
+        until_ready(process)
+        leave(process.stdout)
+        before = children_of(process)
+        os.kill(before["router"], signal.SIGKILL)
+        until(lambda: children_of(process).get("router", before["router"]) != before["router"])
+        until(lambda: ask(address).returncode == 0)
+        after = children_of(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert not any(is_alive(pid) for pid in after.values())
+
+
+def fill(stream: IO[str]) -> None:
+    """As much as the pipe holds that is read here."""
+    writes = os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        for size in (4096, 1):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(writes, b"x" * size)
+    finally:
+        os.close(writes)
+
+
+class FakeChild:
+    """A process that is ready at once, and ends when the test says so."""
+
+    def __init__(self, service: Service) -> None:
+        self.name, self.address = service.name, "unix:/fake"
+        self.num_starts = 0
+        self.killed = asyncio.Event()
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.stopping, self.drained = asyncio.Event(), asyncio.Event()
+
+    async def start(self) -> None:
+        self.num_starts += 1
+        if self.num_starts > 1:
+            raise OSError("no process can be started")
+
+    async def serving(self) -> None:
+        pass
+
+    async def last_words(self) -> str:
+        return "it is over"
+
+    async def stop(self, _kill_after_seconds: float) -> None:
+        self.stopping.set()
+        await self.drained.wait()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+class Fakes:
+    """`_serve` with one fake child, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.children: list[FakeChild] = []
+        self.ready = asyncio.Event()
+        monkeypatch.setattr(serve, "ChildProcess", self._child)
+        monkeypatch.setattr(serve, "announce", lambda _line: self.ready.set())
+        monkeypatch.setattr(serve, "_FIRST_RESTART_SECONDS", 0.0)
+        settings = load(ServeSettings, ["--model", "m"], prog="chairlift serve")
+        self.running = asyncio.ensure_future(serve._serve(settings, [Service("router", (), "router")]))
+
+    def _child(self, service: Service) -> FakeChild:
+        self.children.append(FakeChild(service))
+        return self.children[-1]
+
+
+async def test_a_second_sighup_harms_nothing_and_a_second_sigterm_kills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fakes = Fakes(monkeypatch)
+    await fakes.ready.wait()
+    (child,) = fakes.children
+    signal.raise_signal(signal.SIGHUP)
+    await child.stopping.wait()
+    signal.raise_signal(signal.SIGHUP)
+    await asyncio.sleep(0.05)
+    assert not child.killed.is_set()
+    signal.raise_signal(signal.SIGTERM)
+    await child.killed.wait()
+    child.drained.set()
+    assert await fakes.running == 0
+
+
+async def test_who_ignores_sighup_goes_on_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        fakes = Fakes(monkeypatch)
+        await fakes.ready.wait()
+        (child,) = fakes.children
+        signal.raise_signal(signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert not child.stopping.is_set()
+        signal.raise_signal(signal.SIGTERM)
+        child.drained.set()
+        assert await fakes.running == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+async def test_what_cannot_be_started_again_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(monkeypatch)
+    await fakes.ready.wait()
+    (child,) = fakes.children
+    child.drained.set()
+    child.ended.set_result(1)
+    with pytest.raises(OSError, match="no process can be started"):
+        await fakes.running
+    assert child.stopping.is_set()
