@@ -44,6 +44,9 @@ class ServeSettings(Settings):
     http: str | None = Field(
         default=None, description="Where to serve OpenAI's HTTP too: HOST:PORT or unix:PATH."
     )
+    http_hosts: str | None = Field(
+        default=None, description="Names that the HTTP door answers to as Host, separated by commas; *: any."
+    )
     dtype: str | None = Field(
         default=None, description="Number type of the computation: float32 or bfloat16."
     )
@@ -183,6 +186,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "tls_ca": ("router",),
     "tls_clients": ("router",),
     "http": ("router",),
+    "http_hosts": ("router",),
     "model_name": ("router",),
     "generation_config": ("router",),
     "tool_call_parser": ("router",),

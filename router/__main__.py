@@ -159,8 +159,8 @@ def _http_door(
         validation.check_request_id(request_id)
         return await schedulers.first_answer(lambda scheduler: scheduler.time_line(request_id, tenant))
 
-    names = settings.http_hosts.lower().split(",")
-    if not settings.http_hosts:
+    names = settings.http_host_names
+    if not names:
         is_local = hosts.is_of_this_machine(settings.http.rpartition(":")[0])
         names = [] if is_local and not settings.tenants else ["*"]
     app = HttpApp(

@@ -1,5 +1,6 @@
 """A router's configuration, read once. Each field is a flag and an environment variable."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -108,6 +109,22 @@ class RouterSettings(ServiceSettings):
             raise ValueError(str(error)) from error
         return value
 
+    @field_validator("http_hosts")
+    @classmethod
+    def _http_host_names(cls, value: str) -> str:
+        for name in _names(value) or [value]:
+            if not re.fullmatch(r"\*|[a-z0-9._-]*", name):
+                raise ValueError(
+                    f"--http-hosts has {name[:64]!r}: it must be names without scheme and port, separated by "
+                    "commas, or * for any (addresses are answered without being named)"
+                )
+        return value
+
+    @property
+    def http_host_names(self) -> list[str]:
+        """What `http_hosts` names, one by one, in small letters."""
+        return _names(self.http_hosts)
+
     @property
     def shards(self) -> list[list[Address]]:
         """Where schedulers are looked for: each shard with its alternatives."""
@@ -122,3 +139,7 @@ class RouterSettings(ServiceSettings):
     def demands_certificates(self) -> bool:
         """Whether clients of the network must show a certificate."""
         return bool(self.tls_ca) and self.tls_clients == "certificate"
+
+
+def _names(listed: str) -> list[str]:
+    return [name for part in listed.lower().split(",") if (name := part.strip())]

@@ -34,8 +34,8 @@ def check(headers: abc.Iterable[tuple[bytes, bytes]], names: abc.Collection[str]
                 403,
                 "host_not_allowed",
                 f"the request is for {host[:64]!r}; this door answers to {', '.join(['localhost', *names])} "
-                "and to addresses. A proxy before it must send one of those as Host, or the router be given "
-                "--tenants or --http-hosts",
+                "and to addresses. A proxy before it must send one of those as Host, or the router's "
+                f"--http-hosts name {'this one too' if names else 'this one (or --tenants ask for keys)'}",
             )
 
 

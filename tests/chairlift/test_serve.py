@@ -106,6 +106,8 @@ def test_a_flag_goes_to_those_that_take_it_and_to_no_other(tmp_path: Path) -> No
         "float32",
         "--window",
         "1",
+        "--http-hosts",
+        "chairlift.example, localhost",
     ]
     settings = load(ServeSettings, argv, prog="chairlift serve")
     executor, scheduler, router = services(settings, Path("m.gguf"), tmp_path)
@@ -127,6 +129,7 @@ def test_a_flag_goes_to_those_that_take_it_and_to_no_other(tmp_path: Path) -> No
     assert given("--max-step-ms") == ["scheduler"]
     assert given("--dtype") == ["executor"]
     assert given("--model") == ["executor", "router"]
+    assert given("--http-hosts") == ["router"]
     assert given("--num-blocks") == []
     assert router.argv[router.argv.index("--model") + 1] == "m.gguf"
 

@@ -7,6 +7,8 @@ from router import __main__ as main
 from router.config import RouterSettings
 from router.http import hosts
 from router.http.errors import HttpError
+from rpc.errors import StartError
+from rpc.settings import load
 from tests.router.stack import Start
 
 
@@ -44,6 +46,25 @@ def test_a_name_that_the_door_was_given_is_answered() -> None:
         hosts.check([(b"host", b"evil.example")], ["router"])
 
 
+def test_what_a_refusal_advises_would_help() -> None:
+    with pytest.raises(HttpError) as bare:
+        hosts.check([(b"host", b"evil.example")])
+    assert "--http-hosts name this one (or --tenants" in bare.value.message
+    with pytest.raises(HttpError) as named:  # with names, --tenants would change nothing
+        hosts.check([(b"host", b"evil.example")], ["router"])
+    assert "--http-hosts name this one too" in named.value.message
+    assert "--tenants" not in named.value.message
+
+
+@pytest.mark.parametrize(
+    "names", ["router:8000", "http://router", "a.example b.example", "a.example,[::1]", ","]
+)
+def test_a_name_that_no_host_can_be_is_refused_at_the_start(names: str) -> None:
+    flags = ["--model", "m", "--scheduler", "unix:/s", "--http-hosts", names]
+    with pytest.raises(StartError, match=r"--http-hosts has .*: it must be names without scheme and port"):
+        load(RouterSettings, flags, prog="router")
+
+
 @pytest.mark.parametrize(
     ("listen", "tenants", "names", "status"),
     [
@@ -53,6 +74,8 @@ def test_a_name_that_the_door_was_given_is_answered() -> None:
         ("127.0.0.1:0", "a file", "", 200),
         ("0.0.0.0:0", "", "router", 403),
         ("0.0.0.0:0", "", "router,Evil.example", 200),
+        ("0.0.0.0:0", "", "router, evil.example ,", 200),
+        ("127.0.0.1:0", "", " *", 200),
         ("127.0.0.1:0", "", "*", 200),
     ],
 )
