@@ -4,9 +4,9 @@ isort:skip_file
 The step protocol: the narrow waist between scheduling and computing. `docs/protocol.md` explains it so
 that an executor can be written in any language; `chairlift conformance ADDRESS` tests one.
 
-The scheduler owns every decision, block ids included; the executor owns tensors, sampling and the
-detection of ends. A plan is applied in this order: acknowledged ghosts, releases, admissions, new blocks,
-rows.
+The scheduler makes every decision, including which block ids are used; the executor owns the tensors, samples
+and detects when a sequence has ended. A plan is applied in this order: acknowledged ghosts, releases,
+admissions, new blocks, rows.
 """
 
 from collections import abc as _abc
@@ -27,7 +27,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class OpenRequest(_message.Message):
-    """Who wants it."""
+    """Who wants to hold the executor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -35,10 +35,10 @@ class OpenRequest(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     scheduler_id: _builtins.str
-    """Names the scheduler process or its group of standbys."""
+    """Names the scheduler process, or the group of a scheduler and its standbys."""
     term: _builtins.int
-    """Leadership term. A term lower than the holder's is refused. 0: the holder's + 1, granted only when the
-    holder's stream is gone or the holder has the same scheduler_id.
+    """Leadership term. A term lower than the holder's is refused. 0 asks for the holder's term + 1, which is granted
+    only if the holder has no stream or has the same scheduler_id.
     """
     protocol_revision: _builtins.int
     """Of the sender; 1 now."""
@@ -59,7 +59,9 @@ Global___OpenRequest: _TypeAlias = OpenRequest  # noqa: Y015
 
 @_typing.final
 class OpenResponse(_message.Message):
-    """What it is and how much it can take. The one source of capacity: a scheduler may use less, never more."""
+    """What the executor is and how much it can take. This is the only source of its capacity: a scheduler may use
+    less, never more.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -84,25 +86,25 @@ class OpenResponse(_message.Message):
     epoch: _builtins.int
     """Random; names this lifetime of the executor's state. Never 0."""
     instance_id: _builtins.str
-    """Names the executor process; another process has another name."""
+    """Names the executor process; a new process has a new name."""
     term: _builtins.int
     """The term granted."""
     protocol_revision: _builtins.int
     """Of the sender; 1 now."""
     num_blocks: _builtins.int
-    """KV blocks that plans may use; their ids are 0 to num_blocks - 1."""
+    """How many KV blocks plans may use; their ids are 0 to num_blocks - 1."""
     block_size: _builtins.int
-    """Tokens in a block."""
+    """How many tokens a block holds."""
     max_num_seqs: _builtins.int
     """Most rows in a plan."""
     max_num_batched_tokens: _builtins.int
     """Most tokens in a plan."""
     max_seq_len: _builtins.int
-    """Longest sequence, prompt plus output, tokens."""
+    """The longest sequence, prompt plus output, in tokens."""
     max_window: _builtins.int
     """Most unanswered plans."""
     row_invariant: _builtins.bool
-    """Whether a token's logits are bit-identical whatever the batch, the chunks and the cache."""
+    """Whether a token's logits are the same bits whatever the other rows of the batch, the chunks and the cache are."""
     vocab_size: _builtins.int
     """Number of token ids."""
     dtype: _builtins.str
@@ -117,11 +119,11 @@ class OpenResponse(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of optional abilities: logprobs, prompt_logprobs, penalties, logit_bias, token_lists, constraints."""
+        """The optional abilities it has, of: logprobs, prompt_logprobs, penalties, logit_bias, token_lists, constraints."""
 
     @_builtins.property
     def fingerprints(self) -> _common_pb2.Fingerprints:
-        """What the parts are."""
+        """Fingerprints of model, tokenizer and numerics."""
 
     def __init__(
         self,
@@ -178,16 +180,16 @@ class BatchPlan(_message.Message):
     step_id: _builtins.int
     """1, 2, 3, … in each epoch."""
     acked_step_id: _builtins.int
-    """The newest result the scheduler has applied; 0 before the first. Ghosts of steps up to it are forgotten,
-    and kept results up to it may be dropped.
+    """The step of the newest result that the scheduler has applied; 0 before the first. Ghosts of steps up to it
+    are forgotten, and kept results up to it may be dropped.
     """
     positions_sum: _builtins.int
-    """Sum over all rows of the position of the row's first token, as the scheduler believes it. When the
-    executor disagrees, the epoch ends.
+    """The sum, over all rows, of the position of the row's first token, as far as the scheduler knows. If the
+    executor computes another sum, the epoch ends.
     """
     @_builtins.property
     def released_seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences to forget: aborted, preempted, or finished and acknowledged. Forgetting one that is already
+        """Sequences to forget: those aborted, preempted, or finished and acknowledged. To name one that is already
         gone is no error.
         """
 
@@ -201,7 +203,9 @@ class BatchPlan(_message.Message):
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens each row computes, >= 1. A row that reaches the last known token of its sequence samples one more."""
+        """How many tokens each row computes, >= 1. A row that reaches the last known token of its sequence samples the
+        next one.
+        """
 
     @_builtins.property
     def grown_seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -213,7 +217,7 @@ class BatchPlan(_message.Message):
 
     @_builtins.property
     def new_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids of all of them, one sequence after the other, appended in order."""
+        """The ids of all these blocks, one sequence after the other; each sequence's are appended to its table in order."""
 
     @_builtins.property
     def block_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]:
@@ -312,7 +316,7 @@ Global___DraftTokens: _TypeAlias = DraftTokens  # noqa: Y015
 
 @_typing.final
 class NewSequence(_message.Message):
-    """A sequence the executor has not seen, or has forgotten. Sent once."""
+    """A sequence that the executor has not seen, or has forgotten. Sent once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -328,17 +332,17 @@ class NewSequence(_message.Message):
     seq_id: _builtins.int
     """Names this admission; never used twice in an epoch. >= 1."""
     num_prompt_tokens: _builtins.int
-    """How many of them are the client's prompt, >= 1. Output index, min_tokens and the sampler's counter start
-    here, never at the resumed length.
+    """How many of them are the client's prompt, >= 1. Output index, min_tokens and the sampler's counter are counted
+    from here, never from the length at which the sequence is resumed.
     """
     num_computed_tokens: _builtins.int
-    """Where to start: the tokens before this position have their KV in `block_ids` already."""
+    """The position to start at: the KV of the tokens before it is already in `block_ids`."""
     prompt_logprobs_from: _builtins.int
-    """First position whose prompt log-probability is wanted, >= 1; absent: none."""
+    """The first prompt position whose log-probability is wanted, >= 1; absent: none is."""
     adapter: _builtins.str
     """Reserved: adapter to apply."""
     traceparent: _builtins.str
-    """W3C trace context (`traceparent`) of the span that its computation is part of; empty: it is not traced."""
+    """W3C trace context (`traceparent`) of the span that this computation is part of; empty if it is not traced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All known tokens: the prompt, and what was generated before it was preempted or moved."""
@@ -349,7 +353,9 @@ class NewSequence(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
-        """How tokens are chosen. `max_tokens` is set and counts all output, what came before included."""
+        """How tokens are chosen. `max_tokens` is always set and counts the whole output, including what was generated
+        before.
+        """
 
     def __init__(
         self,
@@ -376,7 +382,7 @@ Global___NewSequence: _TypeAlias = NewSequence  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):
-    """What one plan brought. Ghosts' rows report nothing."""
+    """The result of one plan. Rows of ghosts report nothing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -397,16 +403,18 @@ class StepResult(_message.Message):
     step_id: _builtins.int
     """As in the plan."""
     draining: _builtins.bool
-    """The executor wants to leave: admit nothing more here."""
+    """Whether the executor wants to leave: then admit nothing more here."""
     leaves_in_ms: _builtins.int
-    """With `draining`: milliseconds until it leaves whatever still runs. 0: it does not say."""
+    """With `draining`: milliseconds until it leaves, whatever still runs then. 0: not known."""
     @_builtins.property
     def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows that ran, in the plan's order."""
 
     @_builtins.property
     def num_sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens each sampled: 0 while its known tokens are not all computed, else 1 (more with draft tokens)."""
+        """How many tokens each of them sampled: 0 while not all its known tokens are computed, else 1 (more with draft
+        tokens).
+        """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -414,15 +422,15 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprobs]:
-        """Log-probabilities of sampled tokens whose sequences asked."""
+        """Log-probabilities of the sampled tokens, for sequences that asked for them."""
 
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedSequence]:
-        """Sequences that ended with this step's token: the executor's word is final."""
+        """Sequences that ended with the token sampled in this step. The executor alone decides this."""
 
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceError]:
-        """Sequences that could not be computed; they end, the others go on."""
+        """Sequences that could not be computed. They end; the others go on."""
 
     @_builtins.property
     def timings(self) -> Global___StepTimings:
@@ -430,7 +438,7 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
-        """Log-probabilities of prompt tokens that this step's rows computed the distribution of."""
+        """Log-probabilities of the prompt tokens whose distribution this step's rows computed."""
 
     def __init__(
         self,
@@ -468,7 +476,7 @@ class PromptLogprobs(_message.Message):
     seq_id: _builtins.int
     """Which."""
     first_position: _builtins.int
-    """Position of the first of them in the prompt, >= 1."""
+    """The position in the prompt of the first token of the stretch, >= 1."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
         """One for each position, in order."""
@@ -528,9 +536,9 @@ class FinishedSequence(_message.Message):
     seq_id: _builtins.int
     """Which."""
     reason: _common_pb2.FinishReason.ValueType
-    """STOP or LENGTH."""
+    """Why: STOP or LENGTH."""
     matched_token_id: _builtins.int
-    """With STOP: the end token or stop token id. It is the last of the sampled ids."""
+    """With STOP: the end token or stop token id that ended it. It is the last of the sampled ids."""
     def __init__(
         self,
         *,
@@ -562,8 +570,8 @@ class SequenceError(_message.Message):
     message: _builtins.str
     """What went wrong, as a sentence for the client."""
     status_code: _builtins.int
-    """gRPC status code the client gets: 3 (INVALID_ARGUMENT) for what is wrong with its request, an option that
-    is not served included, 13 (INTERNAL) for what is not.
+    """The gRPC status code the client gets: 3 (INVALID_ARGUMENT) if the request is at fault, also for an option that
+    this executor does not serve; 13 (INTERNAL) if it is not.
     """
     def __init__(
         self,
@@ -582,7 +590,7 @@ Global___SequenceError: _TypeAlias = SequenceError  # noqa: Y015
 
 @_typing.final
 class StepTimings(_message.Message):
-    """Microseconds."""
+    """Where a step's time went, in microseconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -592,7 +600,9 @@ class StepTimings(_message.Message):
     SAMPLE_US_FIELD_NUMBER: _builtins.int
     TOTAL_US_FIELD_NUMBER: _builtins.int
     idle_us: _builtins.int
-    """Idle before this step: from the end of the step before (0 for the first) to this one's start."""
+    """How long the device was idle before this step: from the end of the step before to this one's start (0 for the
+    first step).
+    """
     inputs_us: _builtins.int
     """Building inputs."""
     forward_us: _builtins.int

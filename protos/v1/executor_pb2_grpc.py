@@ -52,19 +52,19 @@ class ExecutorServicer:
     """
 
     def Open(self, request, context):
-        """Takes the executor over: drops all sequence state and begins a fresh epoch. PERMISSION_DENIED when
-        another scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not
-        printable ASCII) and `chairlift-term` name it.
+        """Takes over the executor: it drops all sequence state and begins a new epoch. PERMISSION_DENIED if another
+        scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not printable
+        ASCII) and `chairlift-term` name that scheduler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """One result for each plan, in order, at most `max_window` plans unanswered. The newest stream of an epoch
-        wins. Ends with
-        FAILED_PRECONDITION  not open, or another epoch than the plan's: open again, recompute
-        PERMISSION_DENIED    the epoch belongs to another scheduler now (metadata as above): step down
+        """Plans in, one result for each plan out, in order; at most `max_window` plans may be unanswered. The newest
+        stream of an epoch wins. A stream ends with
+        FAILED_PRECONDITION  not open, or the plan names another epoch: open again, recompute
+        PERMISSION_DENIED    another scheduler holds the executor now (metadata as above): step down
         ABORTED              a newer stream of the same epoch took over
         DATA_LOSS            plan and executor disagree; the epoch is over: open again, recompute
         """

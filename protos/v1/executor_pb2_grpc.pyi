@@ -4,9 +4,9 @@ isort:skip_file
 The step protocol: the narrow waist between scheduling and computing. `docs/protocol.md` explains it so
 that an executor can be written in any language; `chairlift conformance ADDRESS` tests one.
 
-The scheduler owns every decision, block ids included; the executor owns tensors, sampling and the
-detection of ends. A plan is applied in this order: acknowledged ghosts, releases, admissions, new blocks,
-rows.
+The scheduler makes every decision, including which block ids are used; the executor owns the tensors, samples
+and detects when a sequence has ended. A plan is applied in this order: acknowledged ghosts, releases,
+admissions, new blocks, rows.
 """
 
 from collections import abc as _abc
@@ -40,15 +40,15 @@ class ExecutorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ExecutorAsyncStub: ...
     Open: _grpc.UnaryUnaryMultiCallable[_executor_pb2.OpenRequest, _executor_pb2.OpenResponse]
-    """Takes the executor over: drops all sequence state and begins a fresh epoch. PERMISSION_DENIED when
-    another scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not
-    printable ASCII) and `chairlift-term` name it.
+    """Takes over the executor: it drops all sequence state and begins a new epoch. PERMISSION_DENIED if another
+    scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not printable
+    ASCII) and `chairlift-term` name that scheduler.
     """
     Execute: _grpc.StreamStreamMultiCallable[_executor_pb2.BatchPlan, _executor_pb2.StepResult]
-    """One result for each plan, in order, at most `max_window` plans unanswered. The newest stream of an epoch
-    wins. Ends with
-      FAILED_PRECONDITION  not open, or another epoch than the plan's: open again, recompute
-      PERMISSION_DENIED    the epoch belongs to another scheduler now (metadata as above): step down
+    """Plans in, one result for each plan out, in order; at most `max_window` plans may be unanswered. The newest
+    stream of an epoch wins. A stream ends with
+      FAILED_PRECONDITION  not open, or the plan names another epoch: open again, recompute
+      PERMISSION_DENIED    another scheduler holds the executor now (metadata as above): step down
       ABORTED              a newer stream of the same epoch took over
       DATA_LOSS            plan and executor disagree; the epoch is over: open again, recompute
     """
@@ -59,15 +59,15 @@ class ExecutorAsyncStub(ExecutorStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Open: _aio.UnaryUnaryMultiCallable[_executor_pb2.OpenRequest, _executor_pb2.OpenResponse]  # type: ignore[assignment]
-    """Takes the executor over: drops all sequence state and begins a fresh epoch. PERMISSION_DENIED when
-    another scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not
-    printable ASCII) and `chairlift-term` name it.
+    """Takes over the executor: it drops all sequence state and begins a new epoch. PERMISSION_DENIED if another
+    scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not printable
+    ASCII) and `chairlift-term` name that scheduler.
     """
     Execute: _aio.StreamStreamMultiCallable[_executor_pb2.BatchPlan, _executor_pb2.StepResult]  # type: ignore[assignment]
-    """One result for each plan, in order, at most `max_window` plans unanswered. The newest stream of an epoch
-    wins. Ends with
-      FAILED_PRECONDITION  not open, or another epoch than the plan's: open again, recompute
-      PERMISSION_DENIED    the epoch belongs to another scheduler now (metadata as above): step down
+    """Plans in, one result for each plan out, in order; at most `max_window` plans may be unanswered. The newest
+    stream of an epoch wins. A stream ends with
+      FAILED_PRECONDITION  not open, or the plan names another epoch: open again, recompute
+      PERMISSION_DENIED    another scheduler holds the executor now (metadata as above): step down
       ABORTED              a newer stream of the same epoch took over
       DATA_LOSS            plan and executor disagree; the epoch is over: open again, recompute
     """
@@ -81,9 +81,9 @@ class ExecutorServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.OpenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.OpenResponse, _abc.Awaitable[_executor_pb2.OpenResponse]]:
-        """Takes the executor over: drops all sequence state and begins a fresh epoch. PERMISSION_DENIED when
-        another scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not
-        printable ASCII) and `chairlift-term` name it.
+        """Takes over the executor: it drops all sequence state and begins a new epoch. PERMISSION_DENIED if another
+        scheduler holds it; the trailing metadata `chairlift-scheduler-id` (percent-encoded where it is not printable
+        ASCII) and `chairlift-term` name that scheduler.
         """
 
     @_abc_1.abstractmethod
@@ -92,10 +92,10 @@ class ExecutorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_executor_pb2.BatchPlan],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_executor_pb2.StepResult], _abc.AsyncIterator[_executor_pb2.StepResult]]:
-        """One result for each plan, in order, at most `max_window` plans unanswered. The newest stream of an epoch
-        wins. Ends with
-          FAILED_PRECONDITION  not open, or another epoch than the plan's: open again, recompute
-          PERMISSION_DENIED    the epoch belongs to another scheduler now (metadata as above): step down
+        """Plans in, one result for each plan out, in order; at most `max_window` plans may be unanswered. The newest
+        stream of an epoch wins. A stream ends with
+          FAILED_PRECONDITION  not open, or the plan names another epoch: open again, recompute
+          PERMISSION_DENIED    another scheduler holds the executor now (metadata as above): step down
           ABORTED              a newer stream of the same epoch took over
           DATA_LOSS            plan and executor disagree; the epoch is over: open again, recompute
         """

@@ -5,7 +5,7 @@ The router: what clients in any language call. Text in, text out, tokens as they
 
 The deadline of a request is the gRPC deadline of its call; cancelling the call aborts the request.
 Errors: INVALID_ARGUMENT names the field, the value and the limit (google.rpc.BadRequest in the status
-details); RESOURCE_EXHAUSTED carries google.rpc.RetryInfo; UNAVAILABLE may be tried again.
+details); RESOURCE_EXHAUSTED carries google.rpc.RetryInfo; after UNAVAILABLE a call may be tried again.
 """
 
 from collections import abc as _abc
@@ -43,21 +43,21 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The client's name for it, 1 to 128 printable ASCII characters, the first and the last no space; absent:
-    the router makes one. While a request of this id runs, a second one gets ALREADY_EXISTS.
+    """The client's name for the request: 1 to 128 printable ASCII characters, neither beginning nor ending with a
+    space. Absent: the router makes one. While a request of this id runs, a second one gets ALREADY_EXISTS.
     """
     model: _builtins.str
     """The model's name as GetModel gives it; empty means the one that is served. Any other: NOT_FOUND."""
     text: _builtins.str
     """Plain text."""
     n: _builtins.int
-    """How many independent choices, 1 to 16; absent or 0 means 1. Choice i is the same whatever n is."""
+    """How many independent choices to generate, 1 to 16; absent or 0 means 1. Choice i is the same whatever n is."""
     include_stop: _builtins.bool
     """Whether the matched stop string is part of the answer's text."""
     priority: _builtins.int
     """Importance class; lower is served first. -1000 to 1000, default 0."""
     cache_salt: _builtins.str
-    """Requests share cached prefixes only with requests of the same salt. At most 128 bytes."""
+    """A request shares cached prefixes only with requests that have the same salt. At most 128 bytes."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, each in [0, vocabulary)."""
@@ -72,14 +72,14 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Text that ends a choice: the first place in the text where any of them completes. At most 16, each 1 to
-        256 characters.
+        """Stop strings: a choice ends at the first place in its text where any of them is complete. At most 16, each 1
+        to 256 characters.
         """
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Goes on with a request whose stream broke, here or at another router of the same cluster. The rest of the
-        request must be as it was; the older reader of the stream, if there is one, ends ABORTED.
+        """Resumes a request whose stream broke, at this or another router of the same cluster. The rest of the request
+        must be what it was before; an older stream of the request that is still open ends with ABORTED.
         """
 
     def __init__(
@@ -117,7 +117,7 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Each in [0, vocabulary). Signed and wide so that a wrong one can be named in the refusal."""
+        """Each in [0, vocabulary). The type is signed and wide so that the refusal can name an id that is out of range."""
 
     def __init__(
         self,
@@ -144,14 +144,15 @@ class Chat(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
-    """Whether the template opens the assistant's answer; absent means true."""
+    """Whether the template ends by opening the assistant's answer; absent means true."""
     continue_final_message: _builtins.bool
-    """Whether the answer goes on with the last message, an assistant's, in place of beginning a new one. Then
-    `add_generation_prompt` must not be true.
+    """Whether the answer continues the last message, which must be an assistant's, instead of beginning a new one.
+    `add_generation_prompt` must then not be true.
     """
     chat_template_kwargs: _builtins.str
     """Variables for the template, a JSON object as text: {"enable_thinking": false}. At most 16,384 characters,
-    8 levels deep. What the template does not use changes nothing; names that the server sets are refused.
+    8 levels deep. Variables that the template does not use change nothing; names that the server itself sets are
+    refused.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
@@ -159,8 +160,8 @@ class Chat(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tool definitions as JSON text, handed to the template. With tools, the answer's text shows the special
-        tokens that mark a call in the form that this model was taught (docs/clients.md).
+        """Tool definitions as JSON text, passed to the template. With tools, the answer's text includes the special
+        tokens that mark a call in the form this model was taught (docs/clients.md).
         """
 
     def __init__(
@@ -194,16 +195,16 @@ class Message(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """system, user, assistant or tool; the template decides what it knows."""
+    """system, user, assistant or tool; which roles are known depends on the template."""
     content: _builtins.str
     """What was said."""
     name: _builtins.str
     """Who said it, where the template uses names."""
     tool_call_id: _builtins.str
-    """Which call a tool's turn answers."""
+    """In a tool's turn: the id of the call that it answers."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """The tools an assistant's turn called."""
+        """In an assistant's turn: the tools that it called."""
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Where to go on."""
+    """Where to resume."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -264,7 +265,7 @@ class Resume(_message.Message):
     """From the Accepted event of the broken stream."""
     @_builtins.property
     def received(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReceivedTokens]:
-        """What of each choice has been received."""
+        """What has been received of each choice."""
 
     def __init__(
         self,
@@ -282,7 +283,7 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class ReceivedTokens(_message.Message):
-    """The token ids of one choice that a client holds."""
+    """The token ids that a client has received of one choice."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -321,11 +322,11 @@ class GenerateEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted:
-        """First of all: the request is in, and will end exactly once."""
+        """Comes first: the request has been accepted, and will end exactly once."""
 
     @_builtins.property
     def queued(self) -> Global___Queued:
-        """It waits, and why."""
+        """The request waits, and why."""
 
     @_builtins.property
     def prompt_info(self) -> Global___PromptInfo:
@@ -360,7 +361,7 @@ Global___GenerateEvent: _TypeAlias = GenerateEvent  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """The request is in."""
+    """The request has been accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -369,14 +370,16 @@ class Accepted(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The id it is known by in logs and Explain."""
+    """The request's id, in logs and for Explain."""
     resume_token: _builtins.str
-    """Key to resume the stream, here or elsewhere. Any router of the cluster can verify it, nobody can guess it."""
+    """What resumes the stream, at this or another router. Any router of the cluster can verify it; nobody can guess
+    it.
+    """
     seed: _builtins.int
     """The seed used, given or drawn."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
-        """Every sampling value in force, the defaults filled in."""
+        """Every sampling value in force, with the defaults filled in."""
 
     def __init__(
         self,
@@ -403,7 +406,7 @@ class Queued(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     position: _builtins.int
-    """Requests before it when this was written, 0 being next."""
+    """How many requests were ahead of it when this was written; 0: it is next."""
     reason: _builtins.str
     """Why, as a sentence."""
     def __init__(
@@ -430,12 +433,12 @@ class PromptInfo(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
-    """Tokens of the prompt after template and tokenizer."""
+    """How many tokens the prompt has, after template and tokenizer."""
     num_cached_tokens: _builtins.int
     """How many of them were not computed because their KV blocks were cached."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """Log-probabilities of the prompt's tokens from the second on (the first has none), when asked for."""
+        """If asked for: log-probabilities of the prompt's tokens from the second on (the first has none)."""
 
     def __init__(
         self,
@@ -454,8 +457,9 @@ Global___PromptInfo: _TypeAlias = PromptInfo  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
-    """More of one choice. Text up to token n depends on the first n ids and the request alone, never on how
-    deltas are cut; text that may yet belong to a stop string or to a split character comes later.
+    """More of one choice. The text up to token n depends only on the first n ids and the request, never on how the
+    output is cut into deltas. Text that may yet turn out to be part of a stop string, or of a character that is
+    not complete, comes in a later delta.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -477,7 +481,7 @@ class Delta(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """One entry for each new token id, when asked for."""
+        """If asked for: one entry for each new token id."""
 
     def __init__(
         self,
@@ -498,8 +502,8 @@ Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
-    """The end of one choice. A choice that fails has none: the call ends with its status instead, and so do the
-    other choices. What was delivered before stays valid.
+    """The end of one choice. A choice that fails has no Finished: the whole call, the other choices included, ends
+    with an error status instead. What was delivered before stays valid.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -560,8 +564,8 @@ class Usage(_message.Message):
     num_cached_tokens: _builtins.int
     """Prompt tokens that came from the cache."""
     num_output_tokens: _builtins.int
-    """Tokens generated up to and including the one that completed the end. End tokens count; tokens computed
-    after a stop string had matched do not.
+    """Tokens generated, up to and including the one that ended the choice or completed its stop string. End tokens
+    count; tokens computed after a stop string had matched do not.
     """
     def __init__(
         self,
@@ -587,7 +591,7 @@ class Timing(_message.Message):
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
     first_token_seconds: _builtins.float
-    """Until the first token of this choice was handed on; absent when there was none."""
+    """Until the first token of this choice was passed on; absent if there was none."""
     total_seconds: _builtins.float
     """Until the end of this choice."""
     def __init__(
@@ -663,7 +667,7 @@ class Choice(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """One entry for each token id, when asked for."""
+        """If asked for: one entry for each token id."""
 
     @_builtins.property
     def finished(self) -> Global___Finished:
@@ -729,7 +733,7 @@ class TokenizeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _builtins.int
     max_total_tokens: _builtins.int
-    """The longest prompt plus output that would be accepted, tokens."""
+    """The longest prompt plus output that the server accepts, in tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In order."""
@@ -760,7 +764,7 @@ class DetokenizeRequest(_message.Message):
     model: _builtins.str
     """The model's name; empty means the one that is served."""
     include_special: _builtins.bool
-    """Whether special tokens show as text. Default false, as in Generate."""
+    """Whether special tokens appear in the text. Default false, as in Generate."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Each in [0, vocabulary)."""
@@ -788,7 +792,7 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Valid UTF-8; a byte sequence that is not becomes U+FFFD."""
+    """Always valid UTF-8: bytes that are not become U+FFFD."""
     def __init__(
         self,
         *,
@@ -842,17 +846,17 @@ class GetModelResponse(_message.Message):
     model: _builtins.str
     """Its name."""
     max_total_tokens: _builtins.int
-    """The longest prompt plus output the server accepts, tokens: the model's own length or the KV cache,
-    whichever is less.
+    """The longest prompt plus output that the server accepts, in tokens: the model's own length or what the KV
+    cache holds, whichever is less.
     """
     vocab_size: _builtins.int
     """Number of token ids."""
     dtype: _builtins.str
     """Number type of the computation, such as bfloat16."""
     has_chat_template: _builtins.bool
-    """Whether a chat template is there."""
+    """Whether the model has a chat template."""
     max_message_bytes: _builtins.int
-    """Largest accepted message, bytes."""
+    """The largest message that is accepted, in bytes."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
@@ -863,7 +867,7 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def fingerprints(self) -> _common_pb2.Fingerprints:
-        """What the parts are."""
+        """Fingerprints of model, tokenizer and numerics."""
 
     def __init__(
         self,
@@ -897,8 +901,8 @@ class ExplainRequest(_message.Message):
     request_id: _builtins.str
     """The id from Accepted."""
     tenant: _builtins.str
-    """Whose request it is. The router fills it in from the API key; an admin's key may name another tenant, any
-    other client that does is refused.
+    """Whose request it is. The router fills it in from the API key. With an admin's key, another tenant may be named;
+    any other client that names one is refused.
     """
     def __init__(
         self,
@@ -959,11 +963,11 @@ class ExplainEntry(_message.Message):
     start_seconds: _builtins.float
     """Start, seconds since the request came in."""
     duration_seconds: _builtins.float
-    """Length, seconds. The lengths of one choice add up to its wall time."""
+    """Length, seconds. The lengths of all entries of a choice add up to its wall time."""
     reason: _builtins.str
     """Short code, such as queued_for_seats, queued_for_blocks, running, preempted."""
     step_id: _builtins.int
-    """The step in which it began, 0 when none."""
+    """The step in which it began; 0 if it began in none."""
     detail: _builtins.str
     """A sentence for people."""
     def __init__(
@@ -1050,11 +1054,11 @@ class StepSummary(_message.Message):
     num_plan_bytes: _builtins.int
     """Size of this step's plan on the wire, bytes."""
     previous_step_us: _builtins.int
-    """How long the newest answered step with rows took on the executor, microseconds; 0 before the first."""
+    """How long the newest step with rows whose result is in took on the executor, microseconds; 0 before the first."""
     previous_idle_us: _builtins.int
     """How long the executor had been idle before that step, microseconds."""
     num_cached_blocks: _builtins.int
-    """How many of the free blocks hold cached prefixes, and give them up when the block is needed."""
+    """How many of the free blocks hold cached prefixes, which are given up when the block is needed."""
     num_preempted: _builtins.int
     """Sequences sent back to wait by this plan."""
     @_builtins.property
@@ -1063,11 +1067,13 @@ class StepSummary(_message.Message):
 
     @_builtins.property
     def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLeaver]:
-        """Who has left since the step before."""
+        """The sequences that have left since the step before."""
 
     @_builtins.property
     def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingGroup]:
-        """Who waits, after planning: at most 32 groups, the most numerous first, the rest under an empty tenant."""
+        """The sequences that wait after planning: at most 32 groups, the largest first; all further ones are counted
+        under an empty tenant.
+        """
 
     def __init__(
         self,
@@ -1110,7 +1116,7 @@ class WaitingGroup(_message.Message):
     priority: _builtins.int
     """Importance class, lower first."""
     tenant: _builtins.str
-    """Whose; empty without API keys."""
+    """Whose requests they are; empty without API keys."""
     num_waiting: _builtins.int
     """How many."""
     def __init__(
@@ -1151,9 +1157,9 @@ class StepMember(_message.Message):
     num_tokens: _builtins.int
     """Tokens it computes in this step."""
     entered: _builtins.bool
-    """Whether this step is its first since it was admitted."""
+    """Whether this is its first step since it was admitted."""
     prefill: _builtins.bool
-    """Whether it computes prompt (or recomputes) without choosing a token yet."""
+    """Whether it computes a part of its prompt (or recomputes) and does not choose a token yet."""
     padding: _builtins.bool
     """Whether the row is padding: a finished member of a padded request-level batch."""
     tenant: _builtins.str
@@ -1195,7 +1201,7 @@ class StepLeaver(_message.Message):
     seq_id: _builtins.int
     """This admission's number."""
     reason: _common_pb2.FinishReason.ValueType
-    """Why; UNSPECIFIED when it was preempted and waits again."""
+    """Why; UNSPECIFIED if it was preempted and waits again."""
     def __init__(
         self,
         *,
@@ -1243,24 +1249,24 @@ class GetStatusResponse(_message.Message):
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     INTER_TOKEN_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """Of the router."""
+    """The router's version."""
     refusal: _builtins.str
-    """Why no request is taken, as a sentence; empty when one is."""
+    """Why the router takes no requests, as a sentence; empty if it does."""
     num_requests: _builtins.int
-    """Requests under way at this router, waiting and running."""
+    """Requests at this router that have not ended, both waiting and running."""
     model: _builtins.str
     """Name of the model that is served."""
     @_builtins.property
     def schedulers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SchedulerStatus]:
-        """Each scheduler it knows, in the order of its setting."""
+        """Each scheduler it knows, in the order in which its `--scheduler` names them."""
 
     @_builtins.property
     def time_to_first_token(self) -> Global___Histogram:
-        """How long clients of this router have waited for the first token of a choice, seconds, since it started."""
+        """How long clients have waited for the first token of a choice, in seconds, since this router started."""
 
     @_builtins.property
     def inter_token(self) -> Global___Histogram:
-        """How long from one token of a choice to the next, seconds, since it started."""
+        """How long it took from one token of a choice to the next, in seconds, since this router started."""
 
     def __init__(
         self,
@@ -1283,7 +1289,7 @@ Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 
 @_typing.final
 class Histogram(_message.Message):
-    """How often something was how large."""
+    """How many values were how large."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1291,11 +1297,13 @@ class Histogram(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Upper bounds, rising."""
+        """Upper bounds of the buckets, ascending."""
 
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How often above the bound before and not above this one; one more than there are bounds: above them all."""
+        """For each bound, how many values were at most that bound and above the one before it; then, as a last entry,
+        how many were above all bounds.
+        """
 
     def __init__(
         self,
@@ -1328,17 +1336,17 @@ class SchedulerStatus(_message.Message):
     address: _builtins.str
     """Where the router finds it."""
     refusal: _builtins.str
-    """Why it takes no requests of this router, as a sentence; empty when it does."""
+    """Why it takes no requests from this router, as a sentence; empty if it does."""
     scheduler_id: _builtins.str
-    """Its name. Empty, as is what follows, when it does not answer."""
+    """Its name. This and all fields below are empty if it does not answer."""
     version: _builtins.str
-    """Of the scheduler."""
+    """The scheduler's version."""
     term: _builtins.int
     """Its leadership term."""
     num_running: _builtins.int
     """Sequences in a batch."""
     num_waiting: _builtins.int
-    """Sequences that wait for one."""
+    """Sequences that wait to enter a batch."""
     @_builtins.property
     def executors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExecutorStatus]:
         """Each executor it drives or looks for."""
@@ -1382,17 +1390,17 @@ class ExecutorStatus(_message.Message):
     executor_id: _builtins.str
     """Where the scheduler finds it."""
     missing: _builtins.str
-    """Why it is not attached, as a sentence; empty when it is. What follows is empty when it is not."""
+    """Why it is not attached, as a sentence; empty if it is. If it is not, all fields below are empty."""
     version: _builtins.str
-    """Of the executor; empty when it does not tell."""
+    """The executor's version; empty if it does not report one."""
     num_running: _builtins.int
     """Sequences in its batch."""
     max_num_seqs: _builtins.int
-    """Most of them."""
+    """Most sequences that may be in its batch."""
     num_blocks: _builtins.int
-    """KV blocks."""
+    """All KV blocks."""
     num_free_blocks: _builtins.int
-    """Of them, those that can be had, cached ones included."""
+    """KV blocks that are free, including those that hold cached prefixes."""
     draining: _builtins.bool
     """Whether it wants to leave."""
     previous_step_us: _builtins.int

@@ -82,28 +82,28 @@ class RouterServicer:
     """
 
     def Generate(self, request, context):
-        """Generates and streams: one Accepted, then Deltas of each choice, one Finished for each choice.
+        """Generates and streams: one Accepted, then the Deltas of every choice and one Finished for each.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """Generates and answers once, when every choice has ended.
+        """Generates, and answers once, when every choice has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text or chat to token ids, exactly as Generate would do it.
+        """Turns text or a conversation into token ids, exactly as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text.
+        """Turns token ids into text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,7 +131,7 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """How the server is, tier by tier. With API keys: for admins.
+        """The state of the server, tier by tier. Where API keys are in use, for admins only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

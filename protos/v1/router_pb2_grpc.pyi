@@ -5,7 +5,7 @@ The router: what clients in any language call. Text in, text out, tokens as they
 
 The deadline of a request is the gRPC deadline of its call; cancelling the call aborts the request.
 Errors: INVALID_ARGUMENT names the field, the value and the limit (google.rpc.BadRequest in the status
-details); RESOURCE_EXHAUSTED carries google.rpc.RetryInfo; UNAVAILABLE may be tried again.
+details); RESOURCE_EXHAUSTED carries google.rpc.RetryInfo; after UNAVAILABLE a call may be tried again.
 """
 
 from collections import abc as _abc
@@ -39,13 +39,13 @@ class RouterStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateEvent]
-    """Generates and streams: one Accepted, then Deltas of each choice, one Finished for each choice."""
+    """Generates and streams: one Accepted, then the Deltas of every choice and one Finished for each."""
     Complete: _grpc.UnaryUnaryMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]
-    """Generates and answers once, when every choice has ended."""
+    """Generates, and answers once, when every choice has ended."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]
-    """Text or chat to token ids, exactly as Generate would do it."""
+    """Turns text or a conversation into token ids, exactly as Generate does."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_router_pb2.DetokenizeRequest, _router_pb2.DetokenizeResponse]
-    """Token ids to text."""
+    """Turns token ids into text."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]
     """The model served here: name, lengths, limits, defaults."""
     Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
@@ -53,7 +53,7 @@ class RouterStub:
     Watch: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _router_pb2.StepSummary]
     """What each iteration did, from now on."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetStatusRequest, _router_pb2.GetStatusResponse]
-    """How the server is, tier by tier. With API keys: for admins."""
+    """The state of the server, tier by tier. Where API keys are in use, for admins only."""
 
 @_typing.type_check_only
 class RouterAsyncStub(RouterStub):
@@ -61,13 +61,13 @@ class RouterAsyncStub(RouterStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateEvent]  # type: ignore[assignment]
-    """Generates and streams: one Accepted, then Deltas of each choice, one Finished for each choice."""
+    """Generates and streams: one Accepted, then the Deltas of every choice and one Finished for each."""
     Complete: _aio.UnaryUnaryMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates and answers once, when every choice has ended."""
+    """Generates, and answers once, when every choice has ended."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Text or chat to token ids, exactly as Generate would do it."""
+    """Turns text or a conversation into token ids, exactly as Generate does."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_router_pb2.DetokenizeRequest, _router_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Token ids to text."""
+    """Turns token ids into text."""
     GetModel: _aio.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]  # type: ignore[assignment]
     """The model served here: name, lengths, limits, defaults."""
     Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]  # type: ignore[assignment]
@@ -75,7 +75,7 @@ class RouterAsyncStub(RouterStub):
     Watch: _aio.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _router_pb2.StepSummary]  # type: ignore[assignment]
     """What each iteration did, from now on."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_router_pb2.GetStatusRequest, _router_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """How the server is, tier by tier. With API keys: for admins."""
+    """The state of the server, tier by tier. Where API keys are in use, for admins only."""
 
 class RouterServicer(metaclass=_abc_1.ABCMeta):
     """Text generation for clients."""
@@ -86,7 +86,7 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.GenerateEvent], _abc.AsyncIterator[_router_pb2.GenerateEvent]]:
-        """Generates and streams: one Accepted, then Deltas of each choice, one Finished for each choice."""
+        """Generates and streams: one Accepted, then the Deltas of every choice and one Finished for each."""
 
     @_abc_1.abstractmethod
     def Complete(
@@ -94,7 +94,7 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.GenerateResponse, _abc.Awaitable[_router_pb2.GenerateResponse]]:
-        """Generates and answers once, when every choice has ended."""
+        """Generates, and answers once, when every choice has ended."""
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -102,7 +102,7 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.TokenizeResponse, _abc.Awaitable[_router_pb2.TokenizeResponse]]:
-        """Text or chat to token ids, exactly as Generate would do it."""
+        """Turns text or a conversation into token ids, exactly as Generate does."""
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -110,7 +110,7 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.DetokenizeResponse, _abc.Awaitable[_router_pb2.DetokenizeResponse]]:
-        """Token ids to text."""
+        """Turns token ids into text."""
 
     @_abc_1.abstractmethod
     def GetModel(
@@ -142,6 +142,6 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.GetStatusResponse, _abc.Awaitable[_router_pb2.GetStatusResponse]]:
-        """How the server is, tier by tier. With API keys: for admins."""
+        """The state of the server, tier by tier. Where API keys are in use, for admins only."""
 
 def add_RouterServicer_to_server(servicer: RouterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,9 +3,9 @@
 isort:skip_file
 The scheduler, as routers see it. Token ids only: no text crosses here.
 
-One Connect stream for each router process and scheduler carries every request of that router: a message
-costs tens of microseconds in Python whatever it holds, so the tokens of all sequences of one step travel
-in one message, as packed columns.
+Between each router process and each scheduler, one Connect stream carries every request of that router. A
+message costs tens of microseconds in Python whatever it holds, so the tokens of all sequences of one step
+travel in one message, as packed columns.
 """
 
 from collections import abc as _abc
@@ -45,11 +45,11 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def cancel(self) -> Global___Cancel:
-        """Give one up."""
+        """A request to give up."""
 
     @_builtins.property
     def ack(self) -> Global___Ack:
-        """What of the output has been taken in."""
+        """How much of the output has been processed."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class Hello(_message.Message):
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
-    """Names the router process; a new process takes a new one."""
+    """Names the router process; a new process takes a new name."""
     protocol_revision: _builtins.int
-    """Of the sender; a scheduler answers with its own and both keep to the lower."""
+    """The sender's; the scheduler answers with its own, and both keep to the lower one."""
     stream: _builtins.int
-    """Counts this router's streams to this scheduler, from 1; 0 when it does not count them. The newest one
-    counts: what an older one still brings is not looked at, and it ends ABORTED.
+    """Number of this stream among this router's streams to this scheduler, from 1; 0 if the router does not count
+    them. Only the newest is valid: what still arrives on an older one is ignored, and it ends with ABORTED.
     """
     def __init__(
         self,
@@ -103,8 +103,9 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
-    """One sequence to compute. Idempotent: a key that lives is attached, and what lies beyond
-    `output_token_ids` is sent; one whose ids already end the request is answered Finished without computing.
+    """One sequence to compute. Idempotent: if the scheduler already has a sequence of this key, the stream is attached
+    to it and gets what comes after `output_token_ids`. If these ids already end the request, the answer is Finished,
+    and nothing is computed.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -127,9 +128,9 @@ class Submit(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
-    """16 bytes, durable: hash of tenant, request id and choice. Names the request across streams."""
+    """16 bytes, a hash of tenant, request id and choice. Names the choice for good: across streams and restarts."""
     handle: _builtins.int
-    """Small integer chosen by the router, unique on this stream; what columns and Finish carry."""
+    """A small integer chosen by the router, unique on this stream. StepOutput names the sequence by it."""
     request_id: _builtins.str
     """The client's request id, for logs and Explain."""
     sample_index: _builtins.int
@@ -141,28 +142,28 @@ class Submit(_message.Message):
     remaining_ms: _builtins.int
     """Milliseconds until the client's deadline; absent means none."""
     waited_ms: _builtins.int
-    """Milliseconds the request has waited already, at earlier schedulers: it keeps its place."""
+    """Milliseconds the request has already waited at earlier schedulers, so that it keeps its place in the queue."""
     cache_salt: _builtins.str
-    """Prefixes are shared only within one salt."""
+    """Cached prefixes are shared only among requests of the same salt."""
     body_digest: _builtins.bytes
-    """SHA-256 of the request's body: a key that lives attaches only when it agrees."""
+    """SHA-256 of the request's body: the stream is attached to a sequence of this key only if this is the same."""
     accepted_before: _builtins.bool
-    """The client already has its Accepted event: never refused for load."""
+    """Whether the client already has its Accepted event: then the request is never refused for load."""
     group: _builtins.int
     """A number shared by the choices of one request, unique on this stream: they share the prompt's blocks."""
     traceparent: _builtins.str
-    """W3C trace context of the request (`traceparent`), empty when it is not traced."""
+    """W3C trace context of the request (`traceparent`); empty if it is not traced."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. Over 64 KiB of ids it travels in parts, so that a cancel never waits behind it."""
 
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids generated before, in an earlier session; the sequence goes on after them."""
+        """Token ids generated before, in an earlier session; the sequence continues after them."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
-        """How tokens are chosen; handed on to the executor as it is. `max_tokens` must be set."""
+        """How tokens are chosen; passed to the executor unchanged. `max_tokens` must be set."""
 
     @_builtins.property
     def part(self) -> Global___Part:
@@ -201,8 +202,8 @@ Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
 @_typing.final
 class Part(_message.Message):
-    """One part of a long Submit. Parts of one handle come in order; the first carries every other field, the
-    later ones handle and prompt_token_ids alone.
+    """One part of a long Submit. The parts of one handle come in order. The first carries all other fields; the later
+    ones carry only handle and prompt_token_ids.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -212,7 +213,7 @@ class Part(_message.Message):
     index: _builtins.int
     """Counted from 0."""
     count: _builtins.int
-    """How many there are."""
+    """How many parts there are."""
     def __init__(
         self,
         *,
@@ -238,7 +239,7 @@ class Cancel(_message.Message):
     key: _builtins.bytes
     """Which."""
     reason: _common_pb2.FinishReason.ValueType
-    """STOP: the router matched a stop string. ABORT: the client left. DEADLINE: its time is over."""
+    """STOP: the router matched a stop string. ABORT: the client left. DEADLINE: its deadline has passed."""
     def __init__(
         self,
         *,
@@ -255,13 +256,13 @@ Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
-    """What the router has taken in."""
+    """How much the router has processed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_ID_FIELD_NUMBER: _builtins.int
     message_id: _builtins.int
-    """The newest message_id it has processed; all before it are taken in too."""
+    """The newest message_id it has processed; it has processed all earlier messages too."""
     def __init__(
         self,
         *,
@@ -286,7 +287,7 @@ class SchedulerMessage(_message.Message):
     STEP_OUTPUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
-        """Once, when an executor has told what the model is."""
+        """Sent once, as soon as an executor has said which model it serves."""
 
     @_builtins.property
     def serving_status(self) -> Global___ServingStatus:
@@ -331,11 +332,11 @@ class Welcome(_message.Message):
     scheduler_id: _builtins.str
     """Names the scheduler process."""
     term: _builtins.int
-    """Its leadership term; a router leaves a lower one for a higher one."""
+    """Its leadership term; a router leaves a scheduler of a lower term for one of a higher term."""
     protocol_revision: _builtins.int
     """Of the sender."""
     max_total_tokens: _builtins.int
-    """The longest prompt plus output it accepts, tokens."""
+    """The longest prompt plus output that it accepts, in tokens."""
     vocab_size: _builtins.int
     """Number of token ids."""
     dtype: _builtins.str
@@ -346,7 +347,7 @@ class Welcome(_message.Message):
 
     @_builtins.property
     def fingerprints(self) -> _common_pb2.Fingerprints:
-        """Of the model the executors serve; a router whose tokenizer differs refuses to serve, naming both."""
+        """Those of the model that the executors serve. A router with another tokenizer refuses to serve, and names both."""
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -401,7 +402,7 @@ Global___ServingStatus: _TypeAlias = ServingStatus  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
-    """Tokens and ends of this router's sequences since the message before. Ragged columns."""
+    """New tokens and ends of this router's sequences since the message before, as ragged columns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -418,14 +419,14 @@ class StepOutput(_message.Message):
     message_id: _builtins.int
     """Counted from 1 on this stream."""
     step_id: _builtins.int
-    """The newest step this message tells of, for logs."""
+    """The newest step that this message covers, for logs."""
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences that got tokens."""
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many each, beside `handles`."""
+        """How many each of them got, in the order of `handles`."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -433,25 +434,25 @@ class StepOutput(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceLogprobs]:
-        """Log-probabilities, for sequences that asked."""
+        """Log-probabilities, for sequences that asked for them."""
 
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceFinished]:
-        """Sequences that ended. Their last tokens are in this message or came before."""
+        """Sequences that ended. Their last tokens are in this message or in an earlier one."""
 
     @_builtins.property
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceStarted]:
-        """Sequences whose first prompt tokens were scheduled, with what the cache gave."""
+        """Sequences whose first prompt tokens were scheduled, and how much of each prompt was cached."""
 
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Handles whose Submit was taken in: from now on it ends exactly once. Comes before anything else of them; a
-        Submit that is refused is told by its Finished alone.
+        """Handles whose Submit was accepted: from now on, each ends exactly once. This comes before anything else about
+        them. For a Submit that is refused, only its `finished` entry comes.
         """
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequencePromptLogprobs]:
-        """Log-probabilities of prompts that asked; each prompt's come once, before its first token."""
+        """Log-probabilities of prompts, for sequences that asked for them. Each comes once, before the first token."""
 
     def __init__(
         self,
@@ -487,7 +488,7 @@ class SequencePromptLogprobs(_message.Message):
     handle: _builtins.int
     """Which."""
     first_position: _builtins.int
-    """Position of the first of them in the prompt, >= 1."""
+    """The position in the prompt of the first token of the stretch, >= 1."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
         """One for each position, in order."""
@@ -584,7 +585,7 @@ class SequenceFinished(_message.Message):
     num_cached_tokens: _builtins.int
     """Prompt tokens that came from the cache."""
     num_wasted_tokens: _builtins.int
-    """Tokens computed that nobody will get, such as those after a stop string."""
+    """Tokens that were computed and will not be delivered, such as those after a stop string."""
     message: _builtins.str
     """With ERROR: what went wrong, as a sentence for the client."""
     status_code: _builtins.int
@@ -648,22 +649,22 @@ class GetLoadResponse(_message.Message):
     num_running: _builtins.int
     """Sequences in a batch."""
     num_waiting: _builtins.int
-    """Sequences waiting for one."""
+    """Sequences that wait to enter a batch."""
     num_waiting_tokens: _builtins.int
-    """Prompt and output tokens of the waiting ones still to be computed."""
+    """Prompt and output tokens of the waiting sequences that are still to be computed."""
     num_free_blocks: _builtins.int
-    """KV blocks of all executors that are free."""
+    """Free KV blocks of all executors."""
     num_blocks: _builtins.int
     """All KV blocks of all executors."""
     num_executors: _builtins.int
     """Executors attached."""
     num_preemptions: _builtins.int
-    """Sequences taken off their executor to be recomputed, since start."""
+    """How often a sequence was taken off its executor, to be recomputed, since this scheduler started."""
     num_steps: _builtins.int
-    """Steps applied since start."""
+    """Steps whose results were applied, since this scheduler started."""
     @_builtins.property
     def status(self) -> _router_pb2.SchedulerStatus:
-        """Name, version and term of this scheduler, and its executors; address and refusal are its caller's to fill."""
+        """Name, version and term of this scheduler, and its executors; the caller fills in address and refusal."""
 
     def __init__(
         self,
@@ -688,8 +689,8 @@ Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
 
 @_typing.final
 class BatchChanges(_message.Message):
-    """Several iterations of one executor, as what each changed. Whoever follows from the first message on knows
-    every step's rows.
+    """Several iterations of one executor, each as what it changed. Whoever reads from the first message on knows the
+    rows of every step.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -699,20 +700,22 @@ class BatchChanges(_message.Message):
     SEATED_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     whole: _builtins.bool
-    """Whether all that was known of this executor is to be forgotten: `seated` sit there before `steps`."""
+    """Whether everything known of this executor is to be forgotten: its batch before `steps` is then `seated`."""
     @_builtins.property
     def newest(self) -> _router_pb2.StepSummary:
-        """The newest of them, and how the executor stands after it; without members and leavers. Its `num_dropped`
-        counts the messages that a slow follower was not sent before this one.
+        """The newest of these iterations, and the state of the executor after it, without members and leavers. Its
+        `num_dropped` counts the messages before this one that were not sent because the follower was slow.
         """
 
     @_builtins.property
     def seated(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.StepMember]:
-        """Who sits there, in order of entering; only in a whole one. Request, choice, seq_id, padding, tenant."""
+        """The sequences in the batch, in the order in which they entered; only in a message that is `whole`. Has request,
+        choice, seq_id, padding, tenant.
+        """
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepChange]:
-        """Oldest first; none when a follower is just told who sits where."""
+        """Oldest first; empty if the message only says what the batch is."""
 
     def __init__(
         self,
@@ -732,7 +735,7 @@ Global___BatchChanges: _TypeAlias = BatchChanges  # noqa: Y015
 
 @_typing.final
 class StepChange(_message.Message):
-    """One iteration, against the one before it."""
+    """One iteration, as what differs from the one before it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -745,22 +748,24 @@ class StepChange(_message.Message):
     step_id: _builtins.int
     """Its step, counted from 1 in each epoch."""
     num_alike: _builtins.int
-    """So many steps came right after it in which nobody came or went and the same rows computed one token each."""
+    """How many steps came right after it in which no sequence came or went and the same rows computed one token each."""
     @_builtins.property
     def left(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.StepLeaver]:
-        """Who has left since the step before."""
+        """The sequences that have left since the step before."""
 
     @_builtins.property
     def entered(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.StepMember]:
-        """Who has a row for the first time, after those have left. Request, choice, seq_id, padding, tenant."""
+        """The sequences that have a row for the first time, once those have left. Has request, choice, seq_id, padding,
+        tenant.
+        """
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.StepMember]:
-        """Who computes a stretch of prompt: seq_id, num_tokens, and prefill when it chooses no token yet."""
+        """The sequences that compute a stretch of prompt. Has seq_id, num_tokens, and prefill if it chooses no token yet."""
 
     @_builtins.property
     def still_seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Who sits there and has no row."""
+        """The sequences in the batch that have no row."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class SchedulerStub:
-    """Queue, policy, KV block state.
+    """Holds the queue, the policy and the state of the KV blocks.
     """
 
     def __init__(self, channel):
@@ -64,7 +64,7 @@ class SchedulerStub:
 
 
 class SchedulerServicer:
-    """Queue, policy, KV block state.
+    """Holds the queue, the policy and the state of the KV blocks.
     """
 
     def Connect(self, request_iterator, context):
@@ -89,8 +89,8 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
-        """The same for a fraction of the cost: what changes from step to step, several steps in a message, some 12
-        messages a second. The router's live page reads it.
+        """The same at a fraction of the cost: only what changes from step to step, with several steps in a message and
+        some 12 messages a second. The router's live page reads it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +140,7 @@ def add_SchedulerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Scheduler:
-    """Queue, policy, KV block state.
+    """Holds the queue, the policy and the state of the KV blocks.
     """
 
     @staticmethod

@@ -3,9 +3,9 @@
 isort:skip_file
 The scheduler, as routers see it. Token ids only: no text crosses here.
 
-One Connect stream for each router process and scheduler carries every request of that router: a message
-costs tens of microseconds in Python whatever it holds, so the tokens of all sequences of one step travel
-in one message, as packed columns.
+Between each router process and each scheduler, one Connect stream carries every request of that router. A
+message costs tens of microseconds in Python whatever it holds, so the tokens of all sequences of one step
+travel in one message, as packed columns.
 """
 
 from collections import abc as _abc
@@ -33,7 +33,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SchedulerStub:
-    """Queue, policy, KV block state."""
+    """Holds the queue, the policy and the state of the KV blocks."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -46,15 +46,15 @@ class SchedulerStub:
     Watch: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _router_pb2.StepSummary]
     """What each iteration did, from now on."""
     Follow: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _scheduler_pb2.BatchChanges]
-    """The same for a fraction of the cost: what changes from step to step, several steps in a message, some 12
-    messages a second. The router's live page reads it.
+    """The same at a fraction of the cost: only what changes from step to step, with several steps in a message and
+    some 12 messages a second. The router's live page reads it.
     """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]
     """How busy it is, for balancing."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
-    """Queue, policy, KV block state."""
+    """Holds the queue, the policy and the state of the KV blocks."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_scheduler_pb2.RouterMessage, _scheduler_pb2.SchedulerMessage]  # type: ignore[assignment]
@@ -64,14 +64,14 @@ class SchedulerAsyncStub(SchedulerStub):
     Watch: _aio.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _router_pb2.StepSummary]  # type: ignore[assignment]
     """What each iteration did, from now on."""
     Follow: _aio.UnaryStreamMultiCallable[_router_pb2.WatchRequest, _scheduler_pb2.BatchChanges]  # type: ignore[assignment]
-    """The same for a fraction of the cost: what changes from step to step, several steps in a message, some 12
-    messages a second. The router's live page reads it.
+    """The same at a fraction of the cost: only what changes from step to step, with several steps in a message and
+    some 12 messages a second. The router's live page reads it.
     """
     GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]  # type: ignore[assignment]
     """How busy it is, for balancing."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
-    """Queue, policy, KV block state."""
+    """Holds the queue, the policy and the state of the KV blocks."""
 
     @_abc_1.abstractmethod
     def Connect(
@@ -103,8 +103,8 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.BatchChanges], _abc.AsyncIterator[_scheduler_pb2.BatchChanges]]:
-        """The same for a fraction of the cost: what changes from step to step, several steps in a message, some 12
-        messages a second. The router's live page reads it.
+        """The same at a fraction of the cost: only what changes from step to step, with several steps in a message and
+        some 12 messages a second. The router's live page reads it.
         """
 
     @_abc_1.abstractmethod
