@@ -1,6 +1,7 @@
 """Starts an executor: `python -m executor --model PATH --listen HOST:PORT|unix:PATH`.
 
-Where the model is shared out, this is one of its ranks: the first one serves, the others follow it.
+If the model is shared out over several processes, this is one of its ranks: the first one serves, the others
+follow it.
 """
 
 import asyncio

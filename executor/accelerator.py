@@ -1,8 +1,8 @@
-"""What a GPU does beside arithmetic: events, pinned memory, captured work, and what memory it has.
+"""What a GPU does besides arithmetic: events, pinned memory, captured work, and how much memory it has.
 
-A narrow seam: `Cuda` here, and a device of the tests that does the same on the CPU and writes down in which
-order. Work is put on one stream, in the order of the calls, and is done later; the host waits for nothing
-but an event. Knows no model, no step.
+A narrow seam with two implementations: `Cuda` here, and in the tests a device that does the same on the CPU
+and records in which order. Work is put on one stream, in the order of the calls, and done later; the host
+never waits for anything but an event. Knows no model and no step.
 """
 
 import weakref

@@ -1,10 +1,10 @@
-"""What a request changes of its logits before a token is chosen: bias, penalties, allowed and banned tokens.
+"""How a request changes its logits before a token is chosen: bias, penalties, allowed and banned tokens.
 
-What each option means is said in `executor/sampler.py`, which applies them; here they are made ready once, at
-admission, so that a step only gathers arrays. A sequence without such options has none of this.
+`executor/sampler.py`, which applies the options, says what each of them means. Here they are prepared once,
+at admission, so that a step only gathers arrays. A sequence without such options needs none of this.
 
-Which tokens were seen depends on the ids of the sequence and on where its output began, on nothing else: the
-same whether it ran in one piece or was preempted, moved and resumed. Pure numpy.
+Which tokens count as seen depends only on the ids of the sequence and on where its output began: it is the
+same whether the sequence ran in one piece or was preempted, moved and resumed. Pure numpy.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,15 @@
-"""Decode steps that were captured once, for a number of rows, and are done again for others.
+"""Decode steps that were captured once, each for one number of rows, and are replayed for other sequences.
 
-A step of R rows with one token each is padded to the next size that was captured; rows of padding write into
-the block that belongs to nobody and read it. What a captured step reads lies in the same memory each time:
+A step of R rows with one token each is padded to the next size that was captured; rows of padding write to
+and read from the block that belongs to no sequence. A captured step reads from the same memory each time:
 
     token_ids, positions, slot_mapping, seq_lens   [largest size]
     block_tables                                   [largest size | blocks of the longest sequence]
     result                                         [largest size | hidden_size]
 
-A step's arrays are copied into the first rows of these, on the device; a table's columns past the longest
-context keep what they had, and are not read. All sizes are views of the same memory, and one runs at a time.
+A step's arrays are copied into the first rows of these, on the device. A table's columns past the longest
+context keep their old contents, and are not read. All sizes are views of the same memory, so one runs at a
+time.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What an executor can be told. Read once, typed, strict."""
+"""The settings of an executor. Read once, typed, strict."""
 
 from pathlib import Path
 from typing import Final, Literal

@@ -1,13 +1,13 @@
-"""Outputs that must match: a JSON schema, a regular expression, one of several texts; by llguidance.
+"""Outputs that must match a JSON schema, a regular expression or one of several texts (by llguidance).
 
 Rules:
   1. What may come next is a function of the constraint and the output ids alone. So a sequence that was
-     preempted, or moved here, goes on as it would have.
-  2. Whatever is wrong with a constraint is the fault of its sequence: `Matcher.fault` says what, and the
-     others never notice.
+     preempted, or moved here, continues exactly as it would have done otherwise.
+  2. Whatever is wrong with a constraint is a fault of its own sequence: `Matcher.fault` says what it is, and
+     the other sequences are not affected.
   3. Work and memory are bounded by counts (`LIMITS`), not by a clock: the same request fails or succeeds
-     wherever it runs. What passes them is a fault too.
-  4. Building runs in a thread beside the device's, and is waited for when the first mask is needed.
+     wherever it runs. To exceed them is a fault too.
+  4. A matcher is built in a thread beside the device's, which waits for it when the first mask is needed.
 
 An output ends with one of the model's end tokens, which may be chosen once the output matches and must be
 chosen when nothing can follow. Must not know: plans, protos, tensors.

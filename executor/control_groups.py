@@ -1,7 +1,7 @@
-"""What the control groups of this process let it have: the limits that containers and services are given.
+"""What the control groups of this process let it use: the limits that containers and services are given.
 
-Version 2 of them, each a folder of small files. A process is in one group, and what the group's ancestors are
-limited to holds for it as well. Knows no model, no tensor and no machine.
+These are control groups of version 2, each a folder of small files. A process is in one group, and the limits
+of that group's ancestors hold for it as well. Knows no model, no tensor and no machine.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,13 +1,13 @@
 """The one thread that owns the device, and what it does for each plan.
 
 Loading, warming up and every step run here and nowhere else, one after the other, so that the event loop
-answers gRPC and health whatever the device does. A plan that is there already starts the moment the one
-before it ends, without a turn through the event loop.
+answers gRPC and health checks whatever the device does. If the next plan has already arrived, it starts the
+moment the one before it ends, without a turn through the event loop.
 
 `Runner` and `Pipeline` are described here as protocols: `runner` and `pipeline` implement them with torch,
 which this module and its tests do without. `EpochWork.execute` is a whole step, in order.
 
-Must not know: protos, streams, who asked.
+Must not know: protos, streams, which scheduler or client is asking.
 """
 
 import asyncio

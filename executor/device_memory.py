@@ -1,12 +1,13 @@
-"""How many KV blocks fit on a GPU: by trying out the largest step, not by a guess at it.
+"""How many KV blocks fit on a GPU: found by trying out the largest step, not by estimating it.
 
     total x memory_utilization  =  what is taken already  +  the largest  +  captured   +  the KV cache
                                    (weights, the driver,     step's own      steps'        (what is left)
                                    others on the same GPU)   (measured)      (measured)
 
 The largest step has as many tokens as a plan may have, spread over as many sequences, each of which samples
-with every option there is. It runs over a small cache of its own, which is given back. It runs twice: what
-the first time loads and keeps, code of kernels and workspaces of libraries, is taken already.
+with every option there is. It runs over a small cache of its own, which is freed afterwards. It runs twice:
+the first run loads what stays in memory (code of kernels, workspaces of libraries), so the second one counts
+it as taken already.
 """
 
 from collections.abc import Callable, Sequence

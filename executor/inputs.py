@@ -1,7 +1,7 @@
 """From the rows of a step to the arrays a model reads. Pure numpy.
 
-Must not know: torch, protos, how a row came to be planned. Nothing here is sent over the wire: positions,
-slots and lengths are derived from block tables and counts.
+Must not know: torch, protos, why a row was planned. None of this is sent over the wire: positions, slots and
+lengths are derived from block tables and counts.
 
     rows (decode rows first)      row 0    row 1    row 2 .............   row 3 ......
     token_ids, positions, slots   [ t ]    [ t ]    [ t  t  t  t  t  t ]  [ t  t  t ]     T tokens, no padding

@@ -5,16 +5,16 @@ One layer, as allocated:
     [ num_blocks + 1 | num_kv_heads | keys, values | block_size | head_dim ]
       block b          head h                        slot s       one vector, contiguous
 
-Head-major inside a block, so that one head's keys of a block are one run of memory, and its values the next:
-who reads the one has the processor fetch the other, and looks one address up for both. Kernels get the
-permuted view `[num_blocks + 1, block_size, num_kv_heads, head_dim]`, in which token `slot` of a sequence
-stands at `[slot // block_size, slot % block_size]`. Our own CPU kernels lay a head's numbers of a block out
-otherwise (`executor/kernels/rows.hpp`), within the same run. The last block, `trash_block_id`, belongs to no
-sequence, now or ever: rows that pad a batch, and the warm-up, write there.
+Inside a block the layout is head-major: one head's keys of a block are one run of memory, and its values are
+the next. A kernel that reads the keys makes the processor prefetch the values, and both need only one address
+lookup. Kernels get the permuted view `[num_blocks + 1, block_size, num_kv_heads, head_dim]`, in which token
+`slot` of a sequence is at `[slot // block_size, slot % block_size]`. Our own CPU kernels arrange a head's
+numbers of a block differently (`executor/kernels/rows.hpp`), within the same run. The last block,
+`trash_block_id`, never belongs to a sequence: rows that pad a batch, and the warm-up, write there.
 
-Allocated as zeros: some kernels multiply what lies past a sequence's end with a probability of zero, and that
-must not be a NaN. For those a block is made of zeros again when its next owner begins it (`clear`): its last
-one's numbers may have been none.
+The cache is allocated as zeros: some kernels multiply what lies past a sequence's end by a probability of
+zero, and that must not be a NaN. For these kernels a block is zeroed again when its next owner begins it
+(`clear`), because its last owner may have left NaNs there.
 """
 
 from dataclasses import dataclass

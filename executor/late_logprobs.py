@@ -1,7 +1,7 @@
-"""How likely tokens were, without waiting for them: asked of the device in one part, worded in another.
+"""How likely tokens were, without waiting for them: one part asks the device, another makes the reports.
 
-The same reports as `executor.logprobs` makes, of tokens that the host may not know yet. Nothing is sorted but
-the few alternatives themselves.
+The reports are those of `executor.logprobs`, for tokens that the host may not know yet. Only the few
+alternatives themselves are sorted.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,12 @@
-"""Chooses each row's next token on the device, and lets the host wait for none of it.
+"""Chooses each row's next token on the device, without making the host wait.
 
-The rules are those of `executor.sampler`, in its order and its arithmetic. What differs is when things are
-known: which rows ask for what is laid into arrays on the host (`wishes`) and goes to the device with the
-step's others; the device chooses (`chosen`), and nothing is read back until the step is over (`sampled`).
+The rules are those of `executor.sampler`, in the same order and with the same arithmetic. What differs is
+when things are known: the host puts into arrays what each row asks for (`wishes`), and these go to the device
+with the step's other arrays; the device chooses (`chosen`), and nothing is read back until the step is over
+(`sampled`).
 
-A row whose last token is in flight has penalties that depend on it: the host's counts lack it, so the device
-adds it, from the ids that the step before has left there.
+If a row's last token is still in flight, its penalties depend on a token that the host's counts lack: the
+device adds it, from the ids that the step before has left there.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,10 @@
 """What a GPU does before its executor is ready: it finds how many KV blocks fit, builds kernels, captures.
 
-    weights are there -> num_blocks: the largest step, tried out over a cache that is given back
-                      -> pipeline:   a step of each form, then decode steps captured, over the real cache
+    weights loaded -> num_blocks: the largest step, tried out over a cache that is freed afterwards
+                   -> pipeline:   a step of each form, then decode steps captured, over the real cache
 
-Of several ranks all do the same, in the same order, over their shards: each step here is exchanged like any.
+If there are several ranks, all do the same, in the same order, over their shards: they exchange data in these
+steps as in any other.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,9 +2,9 @@
 
     plan k comes      apply, launch
     plan k+1 comes    apply, launch: its rows begin with tokens that only the device has
-    step k is done    collect, settle: who has ended is found now; rows of theirs in step k+1 are passed over
+    step k is done    collect, settle: finds which sequences have ended; their rows in step k+1 are skipped
 
-So finish checks come one step late, and nobody notices: the protocol has ghosts for just that.
+So ends are detected one step late, and nobody notices: this is what the protocol has ghosts for.
 
 Must not know: torch, protos, streams.
 """

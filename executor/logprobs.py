@@ -1,7 +1,7 @@
-"""How likely tokens were, of the model's raw distribution: for sampled tokens and for those of a prompt.
+"""How likely tokens were in the model's raw distribution: sampled tokens, and those of a prompt.
 
-Computed in float64 from float32 logits, row by row alike however many are computed together. Alternatives
-come most likely first, ties by the lower id; impossible ones are left out.
+Computed in float64 from float32 logits; a row's numbers are the same however many rows are computed together.
+Alternatives come most likely first, among equals the lower id first; impossible ones are left out.
 """
 
 from collections.abc import Callable, Iterator, Sequence

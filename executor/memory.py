@@ -1,7 +1,8 @@
-"""Memory on the CPU, in huge pages where the system gives them.
+"""Memory on the CPU, in huge pages where the system provides them.
 
-Weights are read from end to end at every step, and KV blocks lie anywhere: with pages of 4 KiB the processor
-looks up addresses for a good part of that time. Pages are taken when they are first touched, and are zero.
+Weights are read from end to end at every step, and KV blocks are scattered over the cache: with pages of 4
+KiB, the processor would spend a good part of that time looking up addresses. A page is taken when it is first
+touched, and begins as zeros.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""What an executor tells Prometheus: its steps, counted on the event loop as they come back from the device.
+"""What an executor reports to Prometheus: its steps, counted on the event loop as the device returns them.
 
-It must not know sequences' ids, streams, who asked.
+It must not know the ids of sequences, streams, or which scheduler is asking.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,10 +1,11 @@
-"""Memory of KV blocks, taken from the system before a step needs it.
+"""Memory for KV blocks, taken from the system before a step needs it.
 
-A page comes, as zeros, when it is first written to; a huge one can take milliseconds where the system has
-none at hand (a virtual machine asks its host). In a step that is a pause for everybody in it, again whenever
-the sequences have grown by a block. So whoever has nothing else to do takes pages ahead of the highest block
-in use, as far as `MOST_BYTES_AHEAD`, and the memory taken still follows what is used. Schedulers hand out
-blocks from the lowest to the highest; where one does not, pages come as they would have without this.
+The system provides a page, as zeros, when it is first written to; a huge page can take milliseconds if none
+is at hand (a virtual machine asks its host). In the middle of a step this is a pause for every sequence in
+it, and it comes again whenever the sequences have grown by a block. So while the device's thread has nothing
+else to do, it takes pages ahead of the highest block in use, up to `MOST_BYTES_AHEAD`; the memory taken still
+follows what is used. Schedulers hand out blocks from the lowest to the highest; with one that does not, pages
+come as they would have without this module.
 
 Must not know: what a block holds.
 """

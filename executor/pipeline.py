@@ -1,20 +1,20 @@
-"""Steps on a GPU, asked for one after the other while the ones before still run.
+"""Steps on a GPU, launched one after the other while earlier ones still run.
 
     launch k      arrays (one copy) -> token ids, some of step k - 1 -> layers -> logits -> choice -> parcel
-    launch k + 1  the same, right behind it in the stream; the host has not seen the tokens of step k
-    collect k     wait for the mark behind step k's parcel, unpack it
+    launch k + 1  the same, right after it in the stream; the host has not seen the tokens of step k
+    collect k     wait for the mark after step k's parcel, unpack it
 
-Nothing between `launch` and `collect` waits for the device, but for one thing: what a constraint allows
-depends on the token before, so that the choice of a constrained row waits for the step before to be settled;
-its forward pass does not.
+With one exception, nothing between `launch` and `collect` waits for the device. The exception: what a
+constraint allows depends on the token before, so the choice of a constrained row (but not its forward pass)
+waits until the step before is settled.
 
-A token that step k sampled has no id yet for the host when it asks for step k + 1: there it is `-1 - i`, the
-token of the i-th row of step k that samples, and the device puts its id in place.
+When the host launches step k + 1, it does not know the ids of the tokens that step k sampled. It writes `-1 -
+i` for the token of the i-th row of step k that samples, and the device replaces this by the id.
 
-Of several ranks each has a pipeline over its shard. The first one launches; the others `follow`, with the
-same arrays, and are given the ids that it chose, on the device.
+If there are several ranks, each has a pipeline over its shard. The first one launches; the others `follow`
+with the same arrays, and get the ids that it chose, on the device.
 
-Knows no plan, no end of a sequence. Use it from one thread.
+Knows no plan and no end of a sequence. Use it from one thread.
 """
 
 from collections.abc import Callable, Sequence

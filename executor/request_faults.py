@@ -1,7 +1,7 @@
 """What is wrong with a request that cannot be computed, as a sentence for its client.
 
-The router refuses all of this at its door. It is checked again where a wrong number would index a tensor or
-poison a batch that others share. Pure functions of one `NewSequence`.
+The router refuses all of this at its door. It is checked again here, because a wrong number would index a
+tensor or spoil a batch that others share. Pure functions of one `NewSequence`.
 """
 
 from typing import Final

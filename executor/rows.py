@@ -1,7 +1,7 @@
-"""What a step is for the model: the rows it computes, and what the sampler chose for them.
+"""A step as the model sees it: the rows it computes, and what the sampler chose for them.
 
-`sequences` makes rows of a plan and takes in what was sampled; `inputs` makes arrays of rows. Pure data. It
-must not know which sequences there are.
+`sequences` turns a plan into rows and records what was sampled; `inputs` turns rows into arrays. Pure data.
+It must not know which sequences there are.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""Chooses each row's next token from its logits. Knows no sequence, no end, and no neighbour of a row.
+"""Chooses each row's next token from its logits. Knows no sequence, no end, and not the other rows.
 
 A token is drawn by inverse CDF from one uniform number per token (`executor.philox`), keyed by the request's
 seed and the token's place in the output. The CDF runs over the vocabulary in id order, so that the filters
 take part only by what they remove.
 
-Order, for each row; what a row does not ask for leaves its logits as they are, bit for bit:
+The order, for each row (an option that a row does not use leaves its logits unchanged, bit for bit):
 
   1. raw logits: log-probabilities are taken of these, so nothing below changes them
   2. bias: added to single tokens

@@ -1,8 +1,8 @@
-"""Whether a loaded model's bits depend on the batch: tried out at the start, not believed.
+"""Whether a loaded model's bits depend on the batch: tested at the start, not assumed.
 
 The same few tokens are computed at once, and then in pieces beside another sequence. Kernels that sum in one
 order whatever the batch give the same bits; a compiler, a processor or an emulator that breaks this is found
-here, before a client is promised anything.
+here, before anything is promised to a client.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,15 @@
 """Who holds the executor, and what becomes of each plan: exactly-once as a state machine without I/O.
 
-Events come in (`open`, `attach`, `receive`, `complete`, `detach`), what to do comes out. The rules
+Events come in (`open`, `attach`, `receive`, `complete`, `detach`); what is to be done comes out. The rules
 (docs/protocol.md, "Execute"):
 
 1. Each step runs at most once in an epoch; plans run in the order of their step ids, without a gap.
-2. The result of a step is kept until a plan acknowledges it. A plan that comes again is answered from the
-   kept result, or when its first execution ends. It must be the same plan.
-3. A plan is unanswered until `acked_step_id` says that its result was applied. At most `max_window` are.
-4. The newest stream of an epoch wins, from the first plan it brings. A superseded stream gets nothing more.
-5. A scheduler that lost the executor to another one is told so, and by whom: it must step down. One whose
+2. The result of a step is kept until a plan acknowledges it. A plan that arrives again is answered with the
+   kept result, or as soon as its first execution ends. It must be the same plan.
+3. A plan counts as unanswered until `acked_step_id` says that its result was applied. At most `max_window`
+   may be.
+4. The newest stream of an epoch wins, as soon as it brings a plan. A superseded stream gets nothing more.
+5. A scheduler that lost the executor to another one is told so, and to whom: it must step down. One whose
    epoch is merely over opens again.
 
 Must not know: protos, gRPC, tensors, what a plan says beyond its three numbers, clocks. An epoch's number is

@@ -4,9 +4,9 @@
                              |  one copy, asked for and not waited for
     device   [ token_ids | positions | ... | uniforms ]     views of it are the tensors
 
-A pinned buffer is filled again only when its copy is done, which an event tells. The copies themselves are
-in the stream's order behind the steps that read the old numbers; their target is a new tensor each time, so
-that a view stays good as long as somebody holds it.
+A pinned buffer is filled again only when its copy is done, which an event shows. In the stream, a copy comes
+after the steps that read the old numbers. Its target is a new tensor each time, so that a view stays valid as
+long as somebody holds it.
 """
 
 from collections.abc import Mapping

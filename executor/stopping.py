@@ -1,4 +1,4 @@
-"""When a sequence ends. The executor's word is final: whoever makes the token knows first.
+"""When a sequence ends. The executor alone decides this, because it is the first to know a token.
 
 Knows token ids and counts. Must not know text (stop strings are the router's), plans, tensors or protos.
 """

@@ -1,8 +1,9 @@
-"""What an executor's traces tell: a span for each admission, and one for every so many steps.
+"""What an executor's traces show: a span for each admission, and one for every so many steps.
 
-A listener: the servicer says that a step has answered, and that an epoch is over. An admission's span is part
-of the sequence's own, as the plan that brought it names it. A step works for many: its span is the first of a
-trace of its own, linked to the admissions that rode in it. No step costs more for the admissions in it.
+A listener: the servicer reports that a step's result is in, and that an epoch is over. An admission's span is
+a child of the sequence's own span, which the plan that brought it names. A step works for many sequences: its
+span is the first of a trace of its own, linked to the admissions that took part in it. A step does not cost
+more for having more admissions in it.
 """
 
 from dataclasses import dataclass

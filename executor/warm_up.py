@@ -1,9 +1,9 @@
-"""Steps that a GPU makes before its executor is ready, so that no kernel is built while a request waits.
+"""Steps that a GPU computes before its executor is ready, so that no kernel is built while a request waits.
 
-Of each form that a step has attention compute: decode rows whose contexts are cut into parts, decode rows
-whose contexts are not, and chunks. A kernel that is compiled at its first launch is compiled then, for every
-kind of layer that the model has. They write into the block that belongs to no sequence. And of what follows
-them, filters.
+There is a step for each form that attention can have: decode rows whose contexts are cut into parts, decode
+rows whose contexts are not, and chunks. The filters, which come after a step's logits, are run as well. A
+kernel that is compiled at its first launch is compiled then, for every kind of layer that the model has.
+These steps write to the block that belongs to no sequence.
 """
 
 from dataclasses import replace

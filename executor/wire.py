@@ -1,6 +1,6 @@
-"""Proto messages to local types and back: the one place where they meet.
+"""Converts proto messages to local types and back: the only place that knows both.
 
-Checks form alone (which fields are set); what the numbers mean is `sequences`' business.
+Checks only the form (which fields are set); what the numbers mean is for `sequences` to judge.
 """
 
 from typing import Final

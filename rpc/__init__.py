@@ -1,4 +1,4 @@
-"""How a process of ours is a good gRPC citizen: addresses, settings, logs, health, channels, servers, errors.
+"""What makes a process a good gRPC citizen: addresses, settings, logs, health, channels, servers, errors.
 
-It knows no LLM word and no contract: nothing here would change if the services spoke of something else.
+It knows nothing of LLMs and no contract: nothing here would change if the services did something else.
 """

@@ -1,4 +1,4 @@
-"""What a person may write for an address, and what gRPC is given for it.
+"""What a person may write as an address, and what gRPC is given for it.
 
 Pure: nothing here resolves a name, opens a socket or imports gRPC.
 """

@@ -1,7 +1,7 @@
 """Cancels that gRPC swallows.
 
-A cancel that meets the end of a call in grpc.aio becomes the call's own error: the task is told nothing, and
-a loop that calls again would never end. Such loops heed the cancel before they go on.
+In grpc.aio, a cancel that coincides with the end of a call becomes the call's own error: the task does not
+learn of it, and a loop that calls again would never end. Such loops must heed the cancel before they go on.
 """
 
 import asyncio

@@ -5,12 +5,13 @@ clients ping every 10 s, with or without calls, and give a peer 5 s to answer: a
 a word is noticed within 15 s. Our servers do the same towards clients, and allow any client to ping as often
 as every 5 s; one that pings faster is told "too_many_pings" (UNAVAILABLE), and only its own connection ends.
 
-Headers. A server takes 16 KiB of them in all, a client as much; beyond it a call gets RESOURCE_EXHAUSTED.
+Headers. A server accepts 16 KiB of them in all, and so does a client; with more, a call gets
+RESOURCE_EXHAUSTED.
 
-TLS. With certificates given (rpc.tls) every connection of the network is TLS; a Unix socket never is.
+TLS. If certificates are given (rpc.tls), every network connection is TLS; a Unix socket never is.
 
-Names. `localhost` is called at 127.0.0.1 alone: where it is ::1 too and nobody listens there, gRPC tells of
-that refusal as often as of why the other address, where somebody is, was of no use.
+Names. `localhost` is called only at 127.0.0.1. If it also meant ::1, and nobody listened there, gRPC would
+report that refusal as often as the reason why the other address, where somebody listens, could not be used.
 """
 
 import grpc

@@ -1,7 +1,7 @@
 """File descriptors: a process takes as many as it may have, and says when none is left.
 
-Each connection is one. Without any, doors let nobody in, probes neither, and files are not read again; of all
-that nobody would learn, for who listens is told by no error.
+Each connection takes one. When none is left, no client can connect, nor can a probe, and files cannot be read
+again; and nobody would learn of it, because no error is reported to whoever listens.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 """What every call passes before it reaches a service.
 
-None does while shutting down, nor without a key where one is needed, nor with a message that is broken or
-would stop the event loop.
+No call passes during shutdown, nor without a key if one is needed, nor with a message that is broken or would
+block the event loop.
 
-Who is not let in has no message of his read. How each call ended is counted on its way out. Health and
-reflection pass untouched: they answer to the end.
+No message of a caller who is not let in is read. How each call ended is counted when it leaves. Health and
+reflection pass unchecked: they answer to the end.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The standard health service: SERVING means that a request sent now would be served.
 
-Who decides that is the service; here the word is only kept, told to watchers, and logged when it changes.
+The service decides this; here its word is only kept, passed on to watchers, and logged when it changes.
 Two more names are for whoever runs the process: `liveness`, SERVING for as long as it answers at all, and
 `readiness`, which follows the service's word and may be patient with a short NOT_SERVING.
 """

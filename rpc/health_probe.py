@@ -1,6 +1,6 @@
 """`python -m rpc.health_probe ADDRESS [SERVICE]`: exit code 0 when it is SERVING, for container engines.
 
-The flags and environment variables of TLS are those of every caller.
+For TLS it has the same flags and environment variables as every caller.
 """
 
 import argparse

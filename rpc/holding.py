@@ -1,7 +1,7 @@
-"""Bytes of requests that a door keeps at once, bounded: whoever sends, the process keeps its memory.
+"""Bounds the bytes of requests that a door holds at once, so that no client can exhaust the memory.
 
-Short ones are not counted, nor the first bytes of long ones: their number is bounded by other means, and
-whoever fills the room for long ones must not keep short ones out. Not for threads.
+Short requests are not counted, nor are the first bytes of long ones: the number of requests is bounded by
+other means, and whoever fills the room for long ones must not keep short ones out. Not thread-safe.
 """
 
 from types import TracebackType

@@ -1,7 +1,7 @@
-"""Taking an address to listen on, or saying in a sentence why it cannot be had.
+"""Takes an address to listen on, or says in a sentence why that is not possible.
 
-gRPC reports a failed bind as "failed to bind" and prints a page of its own; so the address is tried with a
-plain socket first, which knows the reason.
+gRPC reports a failed bind as "failed to bind" and prints a page of its own; so the address is first tried
+with a plain socket, which knows the reason.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
 Every line carries the service and whatever was bound to the context (request_id, step_id). Tracebacks never
 show local variables: prompts live there. Lines of other libraries take the same form.
 
-Nobody waits for whoever reads stderr (see line_writer.py), and what Python itself would say there, of
-exceptions that nobody caught, is a line like the others: behind those that led to it.
+Nothing waits for the reader of stderr (see line_writer.py). What Python itself would write there about
+exceptions that nobody caught becomes a line like the others, after those that led to it.
 """
 
 import atexit

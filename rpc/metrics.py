@@ -1,11 +1,11 @@
-"""Metrics of a process, for Prometheus: an HTTP port of its own that says what there is when it is asked.
+"""Metrics of a process, for Prometheus: an HTTP port of its own, which reports what is there when asked.
 
     scrape ─► thread of the port ─► event loop: sources read what the process keeps ─► thread: text ─► out
 
-Nothing is counted for the metrics' sake alone: the parts of a process keep plain integers, and a source turns
-them into families when a scrape asks. Reading happens on the event loop, between two of its turns, so that
-what is read belongs together; making text of it, and talking to the scraper, in a thread. A loop that does
-not answer is itself an answer: 503.
+Nothing is counted only for the metrics: the parts of a process keep plain integers, and a source turns them
+into families when a scrape asks. They are read on the event loop, between two of its turns, so that the
+numbers are of one moment; making text of them, and talking to the scraper, is done in a thread. If the loop
+does not answer, that too is an answer: 503.
 
 Plain HTTP, without keys: the port is for the operator's network. It must not know what is measured.
 """

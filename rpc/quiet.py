@@ -1,7 +1,7 @@
-"""Keeps gRPC from writing between the lines of our log; to be imported before it, for it looks once.
+"""Keeps gRPC from writing between the lines of our log. Import it before gRPC, which looks only once.
 
-Its news of connections that come and go is ours to tell, in our words. Its handlers for forks find its
-threads at work and say so; processes of ours start others by exec alone, and keep nothing of gRPC then.
+We log connections that come and go ourselves, in our own words. gRPC's fork handlers complain when its
+threads are at work; our processes start others only by exec, which keeps nothing of gRPC.
 """
 
 import os

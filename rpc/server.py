@@ -1,6 +1,6 @@
 """The life of a service process: bind, announce, serve, drain at SIGTERM, end.
 
-What is served, and when it is well, the service says; nothing here knows it.
+The service says what is served, and when it is healthy; nothing here knows.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Configuration: read once, typed, strict, frozen.
 
 Each field of a service's settings is a flag (`--max-num-seqs`) and an environment variable
-(`CHAIRLIFT_MAX_NUM_SEQS`); the flag wins. A name that nobody knows is an error on either side, because a
-misspelt limit that is silently ignored is found out in production.
+(`CHAIRLIFT_MAX_NUM_SEQS`); the flag wins. An unknown name is an error in either form, because a misspelt
+limit that was silently ignored would be noticed only in production.
 """
 
 import argparse

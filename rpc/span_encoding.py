@@ -1,8 +1,8 @@
-"""Ended spans to OTLP, for a fraction of what the library's own encoder takes.
+"""Encodes ended spans as OTLP, in a fraction of the time that the library's own encoder takes.
 
-What is said over and over, such as a finish reason, is encoded once. All spans of a process are of
+What is repeated over and over, such as a finish reason, is encoded once. All spans of a process are of
 one resource and one scope, which the library encodes. It must not know what the spans mean. It needs
-OpenTelemetry: import it where traces are on.
+OpenTelemetry: import it only if traces are on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

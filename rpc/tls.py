@@ -1,16 +1,16 @@
-"""TLS by one group of flags: who shows what to whom; and certificate files that may change while we run.
+"""TLS by one group of flags: who shows which certificate to whom, with files that may change while we run.
 
 The rules, for every hop (docs/security.md):
   - `--tls-cert` with `--tls-key` is what a process shows: to its callers, and to those it calls.
-  - `--tls-ca` is whom it believes. With it a server lets in only callers whose certificate it signed, and a
-    caller speaks only to servers whose certificate it signed. A caller without it believes the well-known
-    authorities.
+  - `--tls-ca` is the authority that it trusts. With it, a server lets in only callers whose certificate this
+    authority signed, and a caller speaks only to servers whose certificate it signed. A caller without it
+    trusts the well-known authorities.
   - A caller expects the host of the address in the server's certificate, or `--tls-server-name`.
   - A Unix socket is never wrapped: the kernel keeps strangers out.
 
-Files are looked at with each new connection. What cannot be used is logged and the present certificates stay:
-a rotation is not atomic, and half of it must not stop a service. What cannot be read now is tried again with
-the next connection. It must not know: services, contracts.
+The files are checked at each new connection. If they cannot be used, this is logged and the present
+certificates stay in use: a rotation is not atomic, and half of one must not stop a service. A file that
+cannot be read now is tried again at the next connection. It must not know: services, contracts.
 """
 
 import argparse

@@ -1,11 +1,12 @@
 """Traces: spans of what a service does, sent to a collector that speaks OTLP (OpenTelemetry) over gRPC.
 
-Off, which is the default, the libraries are not imported and there is no `Tracer`. On, a span that has ended
-is laid into a bounded queue, and a thread of its own sends: nothing here ever waits for a collector. While
-that one is away spans are dropped, and the log says so once. How spans are sampled, batched and labelled, and
-with which headers and certificates they are sent, the standard `OTEL_*` variables say.
+When traces are off, which is the default, the libraries are not imported and there is no `Tracer`. When they
+are on, a span that has ended is put into a bounded queue, from which a separate thread sends: nothing here
+ever waits for a collector. While the collector is away, spans are dropped, and the log says so once. The
+standard `OTEL_*` variables set how spans are sampled, batched and labelled, and with which headers and
+certificates they are sent.
 
-What the spans mean, the services say. Times are seconds on the monotonic clock.
+What the spans mean is up to the services. Times are seconds on the monotonic clock.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Which version of this distribution runs."""
+"""The version of this distribution."""
 
 import importlib.metadata
 

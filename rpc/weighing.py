@@ -1,12 +1,12 @@
-"""What a message would cost to take apart, told from its bytes, so that none stops the event loop.
+"""What a message would cost to parse, estimated from its bytes, so that none blocks the event loop.
 
-The protobuf library parses a message in one go and holds the interpreter's lock to its end, in whatever
-thread. Bytes that are copied are cheap; parts are not: two bytes may be an empty message of a hundred. So
-the parts are counted first, along the wire, by steps that let others run: fields at every depth, and numbers
-of packed lists. A message with more of them is refused before anything of it is made.
+The protobuf library parses a message in one go and holds the GIL until it is done, in whatever thread. Bytes
+that are only copied are cheap, but parts are not: two bytes can become an empty message of a hundred. So the
+parts are counted first, along the encoded bytes, in slices that let other threads run: fields at every depth,
+and numbers of packed lists. A message with too many of them is refused before any object of it is made.
 
-Pure. It must not know what a message means, or whether it is valid: where the bytes are no message any more
-the count ends, and the parser says so.
+Pure. It must not know what a message means, or whether it is valid: where the bytes stop being a message,
+the count ends, and the parser reports the fault.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The door behind which attention back ends stand, and what each of them reads.
+"""The interface of attention back ends, and the metadata that each of them reads.
 
 The metadata is made once per step and is the same for all layers and for every back end. It has the form that
 the flash-attn kernels take: ragged queries (`query_start_loc` is their `cu_seqlens_q`), `seq_lens` (their

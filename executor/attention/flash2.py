@@ -1,8 +1,8 @@
 """Attention by FlashAttention 2 (the package `flash_attn`, the extra `gpu`).
 
-Two functions: `flash_attn_with_kvcache` where every row has one query token, which it splits over the
-context, and `flash_attn_varlen_func` with a block table for all other steps. Both take blocks of a multiple
-of 256 tokens alone.
+It uses two functions: `flash_attn_with_kvcache`, which splits the work over the context, if every row has one
+query token, and `flash_attn_varlen_func` with a block table for all other steps. Both take only blocks whose
+size is a multiple of 256 tokens.
 """
 
 from dataclasses import dataclass

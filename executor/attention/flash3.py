@@ -1,8 +1,7 @@
 """Attention by FlashAttention 3 (the package `flash_attn_interface`, for Hopper).
 
 One function serves decode rows, chunks and mixed batches alike: ragged queries, a page table, any block size.
-Slots of a block past a context's end are multiplied with a probability of zero, so that they must hold
-numbers.
+Slots of a block past a context's end are multiplied by a probability of zero, so they must not hold NaNs.
 """
 
 import importlib

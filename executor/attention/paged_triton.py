@@ -1,6 +1,7 @@
-"""Attention by our own Triton kernels: what a GPU has without any package beside torch.
+"""Attention by our own Triton kernels: what a GPU can use without any package besides torch.
 
-Two calls where a step has both kinds of rows: decode rows, whose contexts are cut into parts, and chunks.
+There are two kinds of rows: decode rows, whose contexts are cut into parts, and chunks. A step with both
+takes two calls.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Attention in plain torch: gathers a row's blocks into one context and calls scaled dot product attention.
 
-Works on every device and in every number type; the other back ends are measured against it.
+Works on every device and with every number type; the other back ends are tested against it.
 
 Rows with several query tokens (chunks) run one by one: few and large. Decode rows run together, in groups of
 similar context length, because a padded batch costs what its longest row costs:

@@ -1,7 +1,7 @@
-"""Into how many parts the contexts of a decode step are cut, so that few long ones fill a whole GPU.
+"""Into how many parts the contexts of a decode step are cut, so that even a few long ones fill a whole GPU.
 
-A function of the number of rows and of nothing that differs between two steps of as many rows: a captured
-step is cut as the same step is that was not captured.
+This depends on the number of rows, and on nothing that can differ between two steps with the same number of
+rows: so a captured step is cut exactly like the same step without capturing.
 """
 
 from typing import Final

@@ -8,10 +8,10 @@ key-value head are rows of the same tile, so that keys and values are read once 
     grid of decode rows    (row,                       kv_head, part of the context)
     grid of chunks         (row x tile of its tokens,  kv_head, 1)
 
-Contexts are walked in tiles of TILE_N positions, counted from the context's first; a tile's positions are
-looked up in the block table one by one, or once where a block holds whole tiles. Sums are kept in float32, as
-is the product of probabilities and values; slots past a context are not read. Parts of a context are put
-together by a second kernel, in their order.
+A context is read in tiles of TILE_N positions, counted from its first. A tile's positions are looked up in
+the block table one by one, or all at once if a block holds whole tiles. Sums are kept in float32, as is the
+product of probabilities and values; slots past a context are not read. The parts of a context are combined by
+a second kernel, in order.
 
 Must not know: torch. Imported only where triton is there; with TRITON_INTERPRET=1 in the environment before
 the import, the same text runs on the CPU.

@@ -1,1 +1,1 @@
-"""What a decoder computes, one operation at a time: the door, and who stands behind it."""
+"""What a decoder computes, one operation at a time: the interface and its implementations."""

@@ -1,11 +1,11 @@
-"""The door behind which a decoder's arithmetic stands: few operations, each large enough to be one kernel.
+"""The interface to a decoder's arithmetic: few operations, each large enough to be one kernel.
 
-A decoder is written once, in these operations; who computes them, and in what form the weights lie, is known
-behind the door alone. All tensors are on the device. *The computation's type* is the number type the model
+A decoder is written once, in these operations; only an implementation knows how they are computed and how the
+weights are stored. All tensors are on the device. *The computation's type* is the number type the model
 runs in; hidden states between the layers are float32, because their rounding would add up with depth.
 
 A tensor that an operation returns may be overwritten by the next call of the same operation: a decoder uses
-each result before it asks for the next of its kind. Nothing is written to a tensor but where it says so.
+each result before it asks for the next of its kind. An operation writes to a tensor only where it says so.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
 Every result of a token is summed in an order that depends on nothing but the model and the instruction set:
 the bits are the same whatever the batch, the chunks, the block size and the number of threads.
 
-Results lie in buffers that are made once for each shape and used again by each layer and step: a steady
-decode allocates nothing, and all its layers are one call (`executor.operations.tape`).
+Results are in buffers that are made once for each shape and reused by every layer and step: steady decoding
+allocates nothing, and all its layers are one call (`executor.operations.tape`).
 """
 
 import ctypes

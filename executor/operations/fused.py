@@ -1,9 +1,9 @@
-"""A decoder's operations on a GPU: torch's products, and one kernel for all that stands between two.
+"""A decoder's operations on a GPU: torch's matrix products, and one kernel for all between two of them.
 
 A layer is four products, attention and four kernels, where plain torch has dozens that each read and write
-all of their numbers; behind the last one, a kernel finds what top-k, top-p and min-p leave, where plain torch
-sorts the vocabulary. Nothing here waits for the device or looks at its numbers, and a launch depends on
-nothing but the number of tokens: so a captured step is the same step for other sequences.
+all of their numbers. After the last layer, a kernel finds what top-k, top-p and min-p leave, where plain
+torch sorts the vocabulary. Nothing here waits for the device or looks at its numbers, and a launch depends
+only on the number of tokens: so a captured step is also right for other sequences.
 """
 
 from importlib.util import find_spec

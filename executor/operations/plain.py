@@ -1,4 +1,4 @@
-"""A decoder's operations in plain torch, on any device: what runs where nothing faster does, and the measure.
+"""A decoder's operations in plain torch, on any device: the fallback, and the reference for the others.
 
 Its bits depend on the batch: the matrix products of torch choose their order of summation by the number of
 rows. Rotation and norms are computed in float32.

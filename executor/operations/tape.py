@@ -1,9 +1,9 @@
-"""Operations in the order they were computed, to be computed again by one call.
+"""A record of operations in the order in which they were computed, to be replayed by one call.
 
 A step of as many tokens as an earlier one asks for the same operations, on the same weights, in the same
 buffers: only the step's arrays differ, and those are read through one structure. So the second such step, and
-every one after it, is a single call: the time between operations is not Python's, and no other thread of this
-process can come in between.
+every one after it, is a single call: no time between operations is spent in Python, and no other thread of
+this process can come in between.
 """
 
 import ctypes

@@ -1,30 +1,30 @@
 """Our own kernel for top-k, top-p and min-p on a GPU, in Triton: the tokens that stay are found, not sorted.
 
-With the most likely tokens first, ties by the lower id, each filter leaves a beginning of the row, and so do
-all of them. So all there is to know is its end, the *cut*: the weight of the last token that stays, and where
-several have that weight, how far in the order of ids they stay.
+With the most likely tokens first, and among equals the lower id first, what a filter leaves is a beginning of
+the row, and so is what all of them leave. So only its end has to be found, the *cut*: the weight of the last
+token that stays and, if several tokens have that weight, up to which id they stay.
 
     bits of a weight   1.0 ...   larger: all stay   | at the cut: ids up to `last_id` |  smaller: none   ... 0
                        '------- count, mass -------''--- each tie adds its weight ---'
 
     top-k    the cut is the least weight that has fewer than k tokens above it
     top-p    the cut is the least weight that has less mass above it than top_p of the whole; the whole is
-             what top-k leaves, or all. Where both are asked for, the larger cut counts
+             what top-k leaves, or all. If both are asked for, the larger cut is used
     ties     a tie stays while there are fewer ties before it than top-k has room for, and the mass above the
              cut with theirs is less than top_p of the whole
-    min-p    is asked of each weight, beside the cut
+    min-p    is checked for each weight, besides the cut
 
-The bits of a weight, as an integer, stand in the order of the weights: the least number that fits is found
-two bits at a time. Each pass over the row sums up what lies above three bounds, and the answer is in one of
-the four quarters between them. Ids are searched in the same way. One program has a row, reads it again and
-again, about 18 times for top-p, and writes zeros where a token goes.
+The bits of weights, taken as integers, have the same order as the weights: so the least number that fits is
+found two bits at a time. Each pass over the row sums up what is above each of three bounds, and the answer is
+in one of the four quarters that they make. Ids are searched in the same way. One program handles one row: it
+reads it again and again, about 18 times for top-p, and writes zeros for the tokens that are dropped.
 
 Counts are exact, and so is min-p. Mass is summed in float64, in one order for one vocabulary, whatever the
 other rows: lane by lane over the row, then over the lanes as in a tree. No more than a few dozen roundings
-follow each other, so that the sums are right to a 1e-14th. What is promised: where the mass before a token,
-as a share of the whole, is more than 1e-12 away from top_p, the token stays or goes as the rule has it.
-Nearer than that, sums of another order may find another cut: those of plain torch, the measure
-(`executor.sampler.stays`), are no righter.
+follow each other, so that the sums are right to 1e-14. What is promised: if the mass before a token, as a
+share of the whole, is more than 1e-12 away from top_p, the token stays or is dropped as the rule says. Nearer
+than that, sums in another order may find another cut; those of plain torch, the reference
+(`executor.sampler.stays`), are no more correct.
 
 Must not know: torch. Imported only where triton is there; with TRITON_INTERPRET=1 in the environment before
 the import, the same text runs on the CPU.

@@ -1,4 +1,4 @@
-"""Our own kernels for what stands between a decoder's products on a GPU, in Triton.
+"""Our own Triton kernels for what comes between a decoder's matrix products on a GPU.
 
     norm                one program for a token
     rotate_and_store    one program for HEADS heads of one kind of a token
@@ -7,7 +7,8 @@
     a token's groups of heads    [ query ... | key ... | value ... ]
 
 Numbers are float32 between a load and a store, and are rounded where plain torch rounds them
-(`executor/operations/plain.py`), products before they are added too: so the launcher turns contraction off.
+(`executor/operations/plain.py`), which includes products before they are added: so the launcher turns off
+contraction.
 
 Must not know: torch. Imported only where triton is there; with TRITON_INTERPRET=1 in the environment before
 the import, the same text runs on the CPU.

@@ -1,7 +1,7 @@
-"""A rank that is not the first: it loads its shard, and makes the steps that the first one leads.
+"""A rank that is not the first: it loads its shard, and computes the steps that the first rank leads.
 
-It speaks no gRPC and holds no sequence. Signals that end a service are left to the first rank, which drains
-while this one computes; this one ends when the first one says so, or is gone.
+It speaks no gRPC and holds no sequence. It ignores the signals that end a service: the first rank drains
+while this one computes, and this one ends when the first one says so, or is gone.
 """
 
 import os

@@ -1,8 +1,8 @@
 """The other ranks as child processes of the first: started, watched, ended. No torch, no model.
 
-A rank that ends is the end of the executor: what it held of the sequences is gone, and the scheduler computes
-them anew on the one that comes next. Each has a pipe as its stdin that nobody writes to: the system closes it
-when the first rank ends, however it does, and the others end with it.
+When one rank ends, the executor ends: what the rank held of the sequences is lost, and the scheduler has them
+computed again on the next executor. Each follower's stdin is a pipe that nobody writes to: the system closes
+it when the first rank ends, however that happens, and the others then end too.
 """
 
 import asyncio

@@ -1,13 +1,13 @@
 """The ranks of one model as a group of processes, on torch.distributed.
 
-Two kinds of messages, in groups of their own. Tensors of a step go by NCCL between GPUs and by gloo between
-CPUs. What the first rank tells the others (the next step, that it is still there, the end) goes by gloo, from
-memory: the others wait for it without touching a device.
+There are two kinds of messages, each in a group of its own. Tensors of a step are sent by NCCL between GPUs
+and by gloo between CPUs. What the first rank tells the others (the next step, that it is still there, the
+end) is sent by gloo, from host memory: the others wait for it without touching a device.
 
 A group that waits for a rank which is gone, or hangs, must not wait for ever. A process that ends closes its
-connections, which ends every wait for it at once; one that hangs, or whose machine is gone, is given
-`PATIENCE`. Between steps the first rank tells the others every few seconds that it is there. After any
-failure the group is over: nobody knows which message the others stand at.
+connections, which ends every wait for it at once; one that hangs, or whose machine is gone, is waited for as
+long as `PATIENCE`. Between steps, the first rank tells the others every few seconds that it is there. After
+any failure the group is over, because no rank knows which message the others have reached.
 """
 
 import os

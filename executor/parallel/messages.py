@@ -1,8 +1,8 @@
 """What the first rank tells the others before each step, as bytes. Pure numpy.
 
-The arrays of `StepInputs` as they lie in memory, behind a head of int64 numbers that says how long they are.
-The others compute and never sample: who asked, and how, is not sent. Of stretches to score they need which
-tokens of the step speak of them.
+The arrays of `StepInputs` as they are in memory, after a head of int64 numbers that says how long they are.
+The others compute and never sample, so they are not sent who asked for what. Of the stretches to score, they
+only need to know which tokens of the step belong to them.
 
     head       | scored                 | token_ids, positions, ... block_tables
     int64 [8]  | int64 [num_scored, 2]  | each in its own type

@@ -1,11 +1,12 @@
-"""A decoder's operations on one rank's shard, made into those of the whole model by what the ranks exchange.
+"""A decoder's operations on one rank's shard, which exchanges make into those of the whole model.
 
-Most are the shard's own. Three need the others: embeddings, of which a token's row lies on one rank; updates,
-which are sums over the ranks; and logits, which the first rank puts together. It alone samples: matchers,
-penalties and draws are state of requests, which the others would have to be sent, and equal logits on all
-ranks would have to be taken on trust, where now one rank's choice is the only one.
+Most are those of the shard itself. Three need the other ranks: embeddings, where a token's row is on one rank
+only; updates, which are sums over the ranks; and logits, which the first rank puts together. Only the first
+rank samples: matchers, penalties and draws are state of requests, which would otherwise have to be sent to
+the others, and one would have to trust that all ranks have equal logits. As it is, one rank's choice is the
+only one.
 
-Wraps any `Operations`, on any device: they do not know that what they compute with is a part.
+Wraps any `Operations`, on any device: they do not know that they compute with only a part of the model.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Where a process stands among the ranks of its executor, and how it finds the others. No torch, no process.
+"""Which rank of its executor a process is, and how it finds the others. No torch, no process.
 
-Three ways lead here:
+There are three cases:
 
 - nobody asked for several ranks: this one is alone.
 - `--tensor-parallel N`: this is the first rank; it starts the others on this machine and they meet at a file.

@@ -1,8 +1,8 @@
-"""What a model on several ranks needs of the others, and the rank that is alone.
+"""What a model on several ranks needs from the other ranks; and the rank that is alone.
 
-The runner is written once, against `Ranks`; it computes the same on a shard as on a whole model. Where there
-are several, each rank has a runner, and all of them make the same calls in the same order: the first one's
-are made for what the scheduler asks, the others' for what the first one tells them.
+The runner is written once, against `Ranks`; it does the same on a shard as on a whole model. If there are
+several ranks, each has a runner, and all of these make the same calls in the same order: the first rank's
+runner because of what the scheduler asks, the others because of what the first rank tells them.
 """
 
 from collections.abc import Iterator

@@ -9,10 +9,10 @@ same hidden states. Everything that loads and computes a model works on it as it
     gate, up                some rows             its part of the MLP's middle
     o, down                 the columns of these  a part of the update, which is the sum of these
 
-Norms are whole on every rank. A bias of o or down is added by rank 0 alone, or the sum would have it once for
-each rank. Query heads are divided evenly, each with the key-value head it reads; where there are fewer
-key-value heads than ranks, several ranks hold the same one. MLP and vocabulary need not divide: some ranks
-have a row more.
+Norms are whole on every rank. A bias of o or down is added only by rank 0, since otherwise the sum would
+contain it once for each rank. Query heads are divided evenly, each with the key-value head it reads; if there
+are fewer key-value heads than ranks, several ranks hold the same one. MLP and vocabulary need not divide
+evenly: some ranks then have one row more.
 """
 
 from collections.abc import Callable
