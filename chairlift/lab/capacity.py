@@ -1,8 +1,8 @@
 """How much a setup can take: the highest rate that keeps stated limits, and how many executors a rate needs.
 
-Both by bisection, on the ground that more requests a second never make anybody faster. That holds of rates in
-the large, not of every pair of neighbours: what is found is a rate that keeps the limits, beside one, at most
-a tolerance higher, that does not. Pure.
+Both are found by bisection, which assumes that more requests a second never make any request faster. That is
+true of rates on the whole, but not of every two that are close: what is found is a rate that keeps the
+limits, while another, at most a tolerance higher, does not. Pure.
 """
 
 import math

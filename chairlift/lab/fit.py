@@ -2,11 +2,11 @@
 
     duration ≈ base + per_token · tokens + per_row · rows + per_context_token · context      microseconds
 
-What is made small is the error by the duration that the fit before expects (five rounds, from the measured
-durations on): so short steps count as much as long ones, and a step that was disturbed does not count for
-more by being long, as it would for less if its own duration were what it is divided by. A price that would
-come out below zero means that its column explains nothing that the others do not: the best fit without it is
-taken. With four columns every choice of them can be tried.
+What is minimized is the error divided by a duration: in the first of five rounds by the measured one, in each
+later one by what the fit before expects. So short steps count as much as long ones. A step that was disturbed
+counts for no more because it took long; if it were divided by its own duration, it would count for less. A
+price that would come out below zero means that its column explains nothing that the others do not: the best
+fit without it is taken. With four columns, every choice of them can be tried.
 """
 
 from collections.abc import Sequence

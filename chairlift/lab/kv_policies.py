@@ -1,11 +1,12 @@
-"""Other ways to hold KV memory than the server's, on its core, so that nothing else differs.
+"""Ways to hold KV memory other than the server's, on the server's core, so that nothing else differs.
 
     contiguous   a sequence enters when there is a run of slots (whole blocks) for the longest it may become,
-                 and nobody else has any of it until it leaves. Nothing is preempted, nothing is shared.
-    by order     blocks as in the server; when they run out, who came last goes first, however much it has
-                 computed
+                 and has this run to itself until it leaves. Nothing is preempted, nothing is shared.
+    by order     blocks as in the server; when they run out, the sequence that came last goes first, however
+                 much of it is computed
 
-The core's own blocks are kept besides, as the executor's addresses: whoever holds a run has blocks enough.
+The core's own blocks are kept as well, as the executor's addresses: a sequence that holds a run has enough
+blocks.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Loads: who asks when, with how long a prompt, for how long an answer.
+"""Loads: when requests arrive, with how long a prompt, for how long an answer.
 
-Drawn one by one, the same from the same seed.
+Requests are drawn one by one; the same seed gives the same ones.
 
 Lengths come from a trace or from a distribution, arrival times from a trace's rhythm or from a process:
 
@@ -8,8 +8,8 @@ Lengths come from a trace or from a distribution, arrival times from a trace's r
     arrivals     at-once; even; poisson; gamma:CV, whose gaps vary by CV times their mean (above 1: bursts)
 
 A trace is a CSV file with the columns arrival_s, prompt_tokens and output_tokens, or lines of JSON with these
-names and, where prompts share beginnings, hash_ids: one id for each 512 tokens. A load longer than its trace
-goes through it again, later. Every fault of a file is told with its line.
+names and, if prompts share beginnings, hash_ids: one id for each 512 tokens. A load longer than its trace
+repeats the trace after its end. Every fault in a file is reported with its line.
 """
 
 import csv

@@ -2,9 +2,10 @@
 
     arrival ─► submit ─► schedule ─► plan ─► its seconds pass ─► update ─► a token for each row due one
 
-Time jumps from one event to the next. Nothing here decides anything: who enters, who goes and what a step
-computes is the core's, so what a policy does here it does in the server. Arrivals are drawn one by one and
-sequences are dropped when they end: memory holds who is in the system, and a few bytes for each who was.
+Time jumps from one event to the next. Nothing here decides anything: the core decides which sequences enter
+and leave and what a step computes, so a policy does here what it does in the server. Arrivals are drawn one
+by one and sequences are dropped when they end: memory holds those in the system, and a few bytes for each
+that was.
 
 Must not know: clocks, processes, files, where a load comes from.
 """

@@ -1,6 +1,6 @@
 """Pictures of runs: membership iteration by iteration, width, memory and service over time, latency by load.
 
-Drawn with matplotlib, which the extra `plot` brings.
+Drawn with matplotlib, which the extra `plot` installs.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""KV memory before pages: a run of neighbouring slots for each sequence, as long as it may become.
+"""KV memory without paging: one run of neighbouring slots for each sequence, as long as it may become.
 
 Two ways to find a run. Pure.
 

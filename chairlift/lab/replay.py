@@ -1,8 +1,9 @@
-"""A record told to the core again: it must make the same plans, or the first that differs is named.
+"""Replays a record to the core: it must make the same plans, or the first one that differs is named.
 
-What clients sent and what executors answered is the record's; what is decided is the core's. Token ids are
-synthetic, and equal as far as the recorded ones were (`scheduler.record_events`). Beside the plans, what they
-cost and what became of each request is noted, so that the same load can be run again under other settings.
+What clients sent and what executors answered comes from the record; what is decided comes from the core.
+Token ids are synthetic, and equal as far as the recorded ones were (`scheduler.record_events`). Besides the
+plans, what they cost and what became of each request is recorded, so that the same load can be run again
+under other settings.
 
 Must not know: clocks.
 """

@@ -1,4 +1,4 @@
-"""One load under one scheme on given executors, and its figures. Pure."""
+"""Runs one load under one scheme on given executors, and gives the figures. Pure."""
 
 import statistics
 from collections.abc import Callable, Iterable

@@ -1,26 +1,26 @@
 """Ways to schedule, side by side: this server's own, and those it is compared with.
 
-All share the core's queue, seats and blocks, so that a comparison differs in the scheme alone.
+All share the core's queue, seats and blocks, so that what is compared differs only in the scheme.
 
     chairlift          as served: decoding rows first, prompts in chunks, the operator's policy and admission
-    request            batch fixed until its last member has ended; rows of the finished are dropped
-    request-padded     the same, and rows of the finished are computed on, as a dense batch must
-    orca-max           every iteration re-formed, whole prompts, room kept for the longest there may be
+    request            batch fixed until its last member has ended; rows of finished sequences are dropped
+    request-padded     the same, but rows of finished sequences are still computed, as in a dense batch
+    orca-max           batch re-formed at every iteration, whole prompts, room kept for the longest possible
     orca-pow2          the same, room kept for the output rounded up to a power of two
     orca-oracle        the same, room kept for exactly the output to come, which nobody knows
     prefill-first      blocks as needed; prompts that may enter come before all decoding (vLLM of 2023)
     decode-first       blocks as needed; decoding rows first, prompts in chunks of what is left (Sarathi)
 
-Orca's three are of the PagedAttention paper (SOSP'23, section 6.1), which gave Orca's scheduling three ways
-to reserve. They reserve tokens, not runs of neighbouring slots; what a buddy allocator loses besides is seen
-in those that end in `-buddy`.
+The three of Orca are from the PagedAttention paper (SOSP'23, section 6.1), which gave Orca's scheduling three
+ways to reserve. They reserve tokens, not runs of neighbouring slots; those that end in `-buddy` show what a
+buddy allocator loses in addition.
 
 Ways to hold KV memory, all else as in `chairlift`:
 
     contiguous         a run of slots for the longest that a sequence may become, by first fit
     contiguous-buddy   the same, by a buddy allocator
-    paged              blocks as needed, and nothing found again
-    victims-by-order   as `chairlift`; when blocks run out, who came last goes first, not who is cheapest
+    paged              blocks as needed, without a prefix cache
+    victims-by-order   as `chairlift`, but when blocks run out, the last to come goes first, not the cheapest
 """
 
 from collections.abc import Callable, Iterable, Iterator

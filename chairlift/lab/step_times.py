@@ -1,15 +1,15 @@
-"""How long a step takes, in place of an executor that takes it. Pure.
+"""How long a step takes: a model in place of an executor. Pure.
 
-Two models. `Linear` prices tokens, with prices measured somewhere. `Roofline` knows a model's shape and a
-device's speed and adds up what a step must compute, read and exchange:
+There are two models. `Linear` has prices for tokens, which were measured somewhere. `Roofline` knows a
+model's shape and a device's speed, and adds up what a step must compute, read and exchange:
 
     matrices     the slower of 2 · parameters · tokens operations and one reading of the weights
     attention    the slower of 4 · layers · width · (query, key) pairs operations and one reading of the KV
     exchange     two all-reduces a layer of tokens · width, among the devices
     overhead     a constant for each step
 
-Peaks are the makers' figures. No kernel reaches them: the share it does is one number for arithmetic and one
-for memory, the same for every preset and never fitted to a paper.
+Peaks are the makers' figures. No kernel reaches them: the share that is reached is one number for arithmetic
+and one for memory, the same for every preset and never fitted to a paper.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""A recorded load under other settings: who asked when is the record's, what executors take is modelled.
+"""A recorded load under other settings: the arrivals are those of the record, the time of steps is modelled.
 
-Answers come as long as they were, from executors like those that were attached, on step times fitted to the
-recorded steps. Who gave up or failed goes at the same time, and who was on its way at the end of the record
-goes then. Those that were refused are left out. Of all these nobody knows how long their answers would have
-been. No executor is lost. So the run under the recorded settings stands beside the record itself: what
-differs between those two is the model's error, and no finding. Pure.
+Answers are as long as they were, from executors like those that were attached, with step times fitted to the
+recorded steps. Requests that were given up or failed leave at the same time as in the record, and those still
+running at the end of the record leave then; those that were refused are left out. For all of these, nobody
+knows how long their answers would have been. No executor is lost. So the run under the recorded settings is
+shown beside the record itself: a difference between these two is the model's error, not a finding. Pure.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""The HTTP door: what OpenAI's tools send, answered as they expect it. It leads where gRPC's door leads."""
+"""The HTTP door: answers what OpenAI's tools send, as they expect it. It leads where gRPC's door leads."""

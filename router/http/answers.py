@@ -1,6 +1,6 @@
-"""One call's answer as JSON: whole, or as the chunks of a stream; both tell the same story.
+"""One call's answer as JSON: whole, or as the chunks of a stream; both say the same.
 
-The index of a choice is the position of its prompt x n + its number. Usage counts each prompt once and all
+The index of a choice is the position of its prompt x n + its number. Usage counts each prompt once, and all
 output tokens. Pure: logs and news come in, JSON values go out.
 """
 

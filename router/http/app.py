@@ -1,8 +1,8 @@
-"""The HTTP door's paths, and the way of one call: body, requests, taken in, answer.
+"""The HTTP door's paths, and the way of one call: body, requests, intake, answer.
 
 Errors found before the first token are HTTP statuses; later ones are an error event, and no [DONE] follows.
-A client that hangs up, streaming or not, has its call cancelled at once. Nothing is decided here about
-requests: `asked` reads them, `intake` takes them in, `answers` words what becomes of them.
+When a client hangs up, streaming or not, its call is cancelled at once. Nothing is decided here about
+requests: `asked` reads them, `intake` takes them in, `answers` puts into words what becomes of them.
 """
 
 import asyncio

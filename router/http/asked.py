@@ -1,7 +1,7 @@
 """What a body asks for, in the router's own terms: OpenAI's fields, and a few that other servers have too.
 
-Names and meanings of OpenAI's fields are theirs; docs/clients.md lists all. A field that is known but not
-served is refused by name, unless its value says "off". Pure; it must not know tokens, sockets, events.
+OpenAI's fields keep OpenAI's names and meanings; docs/clients.md lists all fields. A field that is known but
+not served is refused by name, unless its value says "off". Pure; it must not know tokens, sockets, events.
 """
 
 import json

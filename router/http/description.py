@@ -1,7 +1,7 @@
-"""The HTTP door as OpenAPI 3.1 describes it, for tools that make clients, pages and tests of it.
+"""The HTTP door described in OpenAPI 3.1, for tools that generate clients, pages and tests from it.
 
-What is asked and answered stands in `schemas`, how errors go out in `errors`; here are the paths. The live
-page's own paths are not among them. Pure.
+Bodies and answers are described in `schemas`, the form of errors in `errors`; here are the paths, without
+those of the live page. Pure.
 """
 
 from typing import Any, Final

@@ -1,7 +1,7 @@
 """Values as JSON: strictly valid, in UTF-8, and long ones in pieces.
 
-json's own encoder holds the interpreter's lock from the first byte to the last, in whatever thread. So what
-may be long is put together from pieces that take a millisecond or two.
+The encoder of `json` holds the GIL from the first byte to the last, in whatever thread. So a value that may
+be long is put together from pieces that take a millisecond or two each.
 
 Pure. It must not know what the values mean.
 """

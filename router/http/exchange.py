@@ -1,6 +1,6 @@
 """One request and its response over ASGI: a body in under limits, one JSON value or a stream of events out.
 
-It knows whether the response has begun, and so how a failure can still be told. It must not know what is
+It knows whether the response has begun, and so how a failure can still be reported. It must not know what is
 asked or answered.
 """
 

@@ -1,8 +1,8 @@
 """A JSON body, read strictly: every value has the right type or is refused by name, and nothing is ignored.
 
-  - null is the same as absent, everywhere but inside lists and behind names that are a client's own.
-  - What nobody has read when `close` is called is refused by name.
-  - A name that stands twice in one object is refused: one of its values would be ignored.
+  - null is the same as absent, except inside lists and as the value of a name that the client chose.
+  - A field that nobody has read by the time `close` is called is refused by name.
+  - A name that appears twice in one object is refused: one of its values would be ignored.
   - NaN, Infinity, numbers beyond a double or 64 bits, and lone surrogates are refused.
 
 Pure. It must not know which fields there are, or what they mean.

@@ -1,9 +1,9 @@
-"""Whom a door on this machine alone answers: who calls it by an address, as localhost, or by a name it has.
+"""Whom a door that only this machine can reach answers: who calls it by address, localhost or its name.
 
-A page of another site may give its own name this machine's address (DNS rebinding), and is then, for the
-browser, of the same site as the door: no header keeps it out but Host, which bears its name. Where keys are
-wanted the page has none. A door in a container does not see that its port is published on this machine alone:
-it is told by `--http-hosts`.
+A page of another site may give its own host name this machine's address (DNS rebinding). For the browser it
+is then of the same site as the door, and only the header Host, which contains that name, can keep it out. If
+keys are required, there is no such danger: the page has none. A door in a container cannot see that its port
+is published only on this machine: `--http-hosts` tells it.
 
 Pure.
 """

@@ -1,7 +1,7 @@
-"""What the live page looks at: what each scheduler's steps change, read once, told to everybody who looks.
+"""What the live page shows: what the steps of each scheduler change, read once and sent to every viewer.
 
-Nobody looks: no scheduler is asked, and nothing is computed. Somebody is slow: frames are dropped, and the
-next one he gets is whole. Frames are made and encoded once, however many look.
+While nobody watches, no scheduler is asked and nothing is computed. For a viewer that is slow, frames are
+dropped, and the next one it gets is whole. Frames are made and encoded once, however many viewers there are.
 """
 
 import asyncio

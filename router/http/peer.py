@@ -1,10 +1,9 @@
-"""Whether the client of a TCP connection is still there, and takes what it is sent, as the kernel tells it.
+"""Whether the client of a TCP connection is still there, and reads what it is sent, according to the kernel.
 
-An idle connection the kernel itself pings, and ends. While bytes are on the way it does not; and what it has
-for that, TCP_USER_TIMEOUT, takes a client that pauses (its window is closed, and it says so when asked) for
-one that is gone. So it is looked at, every few seconds: bytes on the way of which nothing is acknowledged are
-those of a client that has vanished, bytes that wait those of one that takes nothing. Linux's word; it must
-not know HTTP.
+The kernel itself pings an idle connection, and ends it. While bytes are on the way it does not; and its means
+for that case, TCP_USER_TIMEOUT, mistakes a client that pauses (its window is closed, and it says so when
+asked) for one that is gone. So we look every few seconds: if bytes are on the way and none are acknowledged,
+the client has vanished; if bytes wait to be sent, it is not reading. Only for Linux; it must not know HTTP.
 """
 
 import socket

@@ -1,8 +1,8 @@
-"""Bodies into what they ask for, while the event loop answers others.
+"""Turns bodies into what they ask for, while the event loop answers others.
 
-To parse JSON is to hold the interpreter's lock from the first byte to the last, in whatever thread. So a
-short body is read at once, a longer one in a thread, and a long one in a process of its own, whose answer
-comes back in parts none of which takes long to unpack.
+Parsing JSON holds the GIL from the first byte to the last, in whatever thread. So a short body is read at
+once, a longer one in a thread, and a long one in a process of its own, whose answer comes back in parts, none
+of which takes long to unpack.
 """
 
 import asyncio

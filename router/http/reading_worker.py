@@ -1,9 +1,9 @@
 """Reads long bodies, in a process of its own: `python -m router.http.reading_worker`.
 
-In: a line of JSON, [kind, bytes of the body, most tokens of a prompt], then the body. Out: frames, each with
-its length in eight bytes before it, pickled: what is asked without its prompts and how many there are, then
-each prompt, its ids as an array; or a refusal. The process ends when its input does. Its memory is limited;
-its time by whoever started it (`reading`).
+Input: a line of JSON, [kind, bytes of the body, most tokens of a prompt], then the body. Output: pickled
+frames, each with its length in eight bytes before it: first what is asked, without the prompts, and how many
+prompts there are; then each prompt, its ids as an array; or else a refusal. The process ends when its input
+does. It limits its own memory; its time is limited by whoever started it (`reading`).
 """
 
 import json

@@ -1,8 +1,8 @@
 """What bodies and answers of the HTTP door look like, as JSON Schema (2020-12), for `description`.
 
-Limits are the constants that check requests, and a test reads bodies field by field to hold the two equal
-(`tests/router/http/test_schemas.py`). What depends on the model (lengths, the vocabulary) stands in
-`docs/clients.md` alone. Pure; it must not know paths or statuses.
+Limits are the constants that requests are checked against, and a test reads bodies field by field to see that
+the two agree (`tests/router/http/test_schemas.py`). Limits that depend on the model (lengths, the vocabulary)
+are only in `docs/clients.md`. Pure; it must not know paths or statuses.
 """
 
 from collections import abc

@@ -1,9 +1,9 @@
 """The HTTP server beside the gRPC one: uvicorn, on the same event loop, in the life that `rpc.server` leads.
 
-Signals, logs and draining are the process's own business; uvicorn only speaks HTTP/1.1 here. The head of a
-request must be in within 10 s of its first byte, or of the connection, what is left of a body that was
-refused within as much of the answer; how much they may hold, `app` says.
-A client of the network that vanished without a word is noticed as soon as by gRPC's pings (`peer`).
+Signals, logs and draining are left to the process; uvicorn only speaks HTTP/1.1 here. The head of a request
+must have arrived within 10 s of its first byte, or of the connection's start; the rest of a body that was
+refused, within 10 s of the answer. `app` says how large they may be. A client of the network that vanished
+without a word is noticed as soon as by gRPC's pings (`peer`).
 """
 
 import asyncio

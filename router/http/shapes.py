@@ -1,4 +1,4 @@
-"""Where a choice's text and logprobs stand: in a completion, and in a chat. The rest is `answers`.
+"""Where a choice's text and logprobs are put, in a completion and in a chat. The rest is in `answers`.
 
 Pure.
 """
