@@ -1,7 +1,7 @@
-"""Lines to a file descriptor that no one waits for: a thread writes what the others have handed over.
+"""Writes lines to a file descriptor, and nothing waits for it: a thread writes what the others hand over.
 
-While the reader stands still lines are kept up to a bound, and behind it dropped; how many, whoever owns the
-writer is told when it goes on. Of a reader that has gone nothing is heard.
+While the reader is stuck, lines are kept up to a bound and dropped beyond it; when it reads again, the owner
+of the writer is told how many were dropped. That the reader is gone is not reported.
 """
 
 import os
