@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from tests.rig.oracle import Oracle
 
 # Read when triton is imported, whoever imports it first: its kernels run on the CPU then, slowly.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Under nohup it is ignored, by every process that is started too; whoever tests that says so.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How long an example takes says how busy the machine is, and nothing of the law. A law that needs more
 # examples says so.
