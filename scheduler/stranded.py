@@ -23,9 +23,8 @@ class Stranded:
     __slots__ = ("_alone_since", "_since")
 
     def __init__(self) -> None:
-        self._alone_since: float | None = (
-            None  # when the last executor was lost, or somebody came before the first
-        )
+        # When the last executor was lost, or when somebody came before there was one.
+        self._alone_since: float | None = None
         self._since: dict[Sequence, float] = {}  # in the order of those times
 
     def holds(self, seq: Sequence) -> bool:
