@@ -64,6 +64,14 @@ async def count(router: Any, number: int, started: asyncio.Event) -> tuple[int, 
     return received, grpc.StatusCode.OK
 
 
+async def under_way(channel: grpc.aio.Channel, number: int) -> asyncio.Task[tuple[int, grpc.StatusCode]]:
+    """A stream of so many deltas, of which the first has come; what `count` tells of it."""
+    started = asyncio.Event()
+    running = asyncio.create_task(count(router_pb2_grpc.RouterStub(channel), number, started))
+    await started.wait()
+    return running
+
+
 async def test_b89_health_knows_the_empty_name_and_each_service_and_nothing_else(
     greeter: StartGreeter,
 ) -> None:
@@ -177,9 +185,8 @@ async def test_b87_running_streams_end_whole_new_calls_are_unavailable_and_the_e
     server = greeter()
     async with server.connect() as channel:
         await until_serving(channel)
-        stub, started = router_pb2_grpc.RouterStub(channel), asyncio.Event()
-        running = asyncio.ensure_future(count(stub, 40, started))
-        await started.wait()
+        stub = router_pb2_grpc.RouterStub(channel)
+        running = await under_way(channel, 40)
         server.terminate()
         await until_not_serving(channel)
         assert await health_of(channel) == NOT_SERVING
@@ -200,9 +207,7 @@ async def test_b87_what_outlasts_the_grace_is_unavailable_and_keeps_what_it_had(
 ) -> None:
     server = greeter("--grace-seconds", "0.5")
     async with server.connect() as channel:
-        stub, started = router_pb2_grpc.RouterStub(channel), asyncio.Event()
-        running = asyncio.ensure_future(count(stub, 10_000, started))
-        await started.wait()
+        running = await under_way(channel, 10_000)
         server.terminate()
         received, code = await running
     assert received >= 1
@@ -214,9 +219,7 @@ async def test_b87_a_second_signal_ends_at_once(greeter: StartGreeter) -> None:
     server = greeter("--grace-seconds", "600")
     async with server.connect() as channel:
         await until_serving(channel)
-        started = asyncio.Event()
-        running = asyncio.ensure_future(count(router_pb2_grpc.RouterStub(channel), 10_000, started))
-        await started.wait()
+        running = await under_way(channel, 10_000)
         server.terminate()
         await until_not_serving(channel)
         server.terminate()
@@ -228,9 +231,7 @@ async def test_a_terminal_that_closes_drains_however_often_it_says_so(greeter: S
     server = greeter("--grace-seconds", "600")
     async with server.connect() as channel:
         await until_serving(channel)
-        started = asyncio.Event()
-        running = asyncio.ensure_future(count(router_pb2_grpc.RouterStub(channel), 20, started))
-        await started.wait()
+        running = await under_way(channel, 20)
         server.process.send_signal(signal.SIGHUP)
         await until_not_serving(channel)
         server.process.send_signal(signal.SIGHUP)
@@ -288,9 +289,7 @@ async def test_a_reader_of_the_log_that_stands_still_stops_nothing(greeter: Star
     try:
         async with server.connect() as channel:
             await until_serving(channel)
-            started = asyncio.Event()
-            running = asyncio.ensure_future(count(router_pb2_grpc.RouterStub(channel), 10, started))
-            await started.wait()
+            running = await under_way(channel, 10)
             server.terminate()
             await until_not_serving(channel)
             if times == 2:
