@@ -5,23 +5,21 @@ which they are asked, and what admits them. Pure.
 """
 
 import math
-from typing import TYPE_CHECKING
 
-from scheduler import entrance, followers, placement
+from scheduler import entrance
 from scheduler.batching import Batching
+from scheduler.core_state import CoreState
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Reason
+from scheduler.placement import Turn
 from scheduler.recovery import recompute_budget
 from scheduler.rows import Rows
 from scheduler.sequence import Event, Sequence
 from scheduler.waiting import Policy
 
-if TYPE_CHECKING:
-    from scheduler.core import SchedulerCore
-
 
 def give_out(
-    core: "SchedulerCore",
+    core: CoreState,
     state: ExecutorState,
     unfinished: list[Sequence],
     rows: Rows,
@@ -45,8 +43,8 @@ def give_out(
     budget = rows.budget
     state.num_queued_tokens = sum(seq.num_computable_tokens - seq.num_computed_tokens for seq in unfinished)
     core.recovery_pace.begin(state, unfinished, rows, core.waiting, now)
-    turn = placement.Turn(core, state) if len(core.executors) > 1 else None
-    alone = core.inquiry.only_these(core, state, now) if core.inquiry and may_enter else None
+    turn = Turn(core.placement, state) if len(core.executors) > 1 else None
+    alone = core.inquiry.only_these(state, now) if core.inquiry and may_enter else None
     try:
         for seq in unfinished:
             if may_enter and alone is None:
@@ -66,7 +64,7 @@ def give_out(
     state.num_queued_tokens -= budget - rows.budget
 
 
-def _order(core: "SchedulerCore", unfinished: list[Sequence]) -> None:
+def _order(core: CoreState, unfinished: list[Sequence]) -> None:
     match core.limits.policy:
         case Policy.FCFS:
             unfinished.sort(key=lambda seq: seq.importance)
@@ -76,7 +74,7 @@ def _order(core: "SchedulerCore", unfinished: list[Sequence]) -> None:
             unfinished.sort(key=lambda seq: (seq.importance, seq.latest_start))
 
 
-def _give_turns(core: "SchedulerCore", unfinished: list[Sequence], rows: Rows, now: float) -> None:
+def _give_turns(core: CoreState, unfinished: list[Sequence], rows: Rows, now: float) -> None:
     """Whom better classes have kept from its tokens for too long comes before them from the next step on."""
     served: dict[int, float] = {}  # the best importance in each class
     for seq, _, _ in rows.filled:
@@ -91,10 +89,10 @@ def _give_turns(core: "SchedulerCore", unfinished: list[Sequence], rows: Rows, n
 
 
 def _admit(
-    core: "SchedulerCore",
+    core: CoreState,
     state: ExecutorState,
     rows: Rows,
-    turn: placement.Turn | None,
+    turn: Turn | None,
     now: float,
     before: Sequence | None = None,
 ) -> None:
@@ -125,7 +123,7 @@ def _admit(
 
 
 def next_one(
-    core: "SchedulerCore", state: ExecutorState, now: float, *, may_recompute: bool = True
+    core: CoreState, state: ExecutorState, now: float, *, may_recompute: bool = True
 ) -> Sequence | None:
     """Who is served next here, of all that wait.
 
@@ -135,7 +133,7 @@ def next_one(
     """
     while True:
         seq = core.recovery_pace.next(state, core.waiting, now, may_recompute=may_recompute)
-        if seq is None or not _is_late(seq, now) or entrance.latest_start_at_best(core, seq) >= now:
+        if seq is None or not _is_late(seq, now) or core.slack.latest_start_at_best(seq) >= now:
             return seq
         put_behind(core, seq)
 
@@ -145,19 +143,19 @@ def _is_late(seq: Sequence, now: float) -> bool:
     return seq.latest_start < now and not seq.has_started
 
 
-def is_too_late(core: "SchedulerCore", seq: Sequence, now: float) -> bool:
+def is_too_late(core: CoreState, seq: Sequence, now: float) -> bool:
     """Whether it really is, when its beginning was looked for and so what is cached of it is known."""
-    return _is_late(seq, now) and entrance.latest_start(core, seq) < now
+    return _is_late(seq, now) and core.slack.latest_start(seq) < now
 
 
-def put_behind(core: "SchedulerCore", seq: Sequence) -> None:
+def put_behind(core: CoreState, seq: Sequence) -> None:
     """`seq` is too late: it comes after those that are not."""
     seq.latest_start = math.inf
     core.waiting.reorder(seq)
-    followers.hand_on(core, seq)
+    core.hand_on(seq)
 
 
-def tokens_left_to(core: "SchedulerCore", state: ExecutorState, head: Sequence, now: float) -> int:
+def tokens_left_to(core: CoreState, state: ExecutorState, head: Sequence, now: float) -> int:
     """What those who decode, and prompts under way that come first, leave of the next plan to `head`.
 
     It waits, and if no seat is free it has that of one who decodes.
@@ -177,7 +175,7 @@ def tokens_left_to(core: "SchedulerCore", state: ExecutorState, head: Sequence, 
     return left - num_before - min(num_recovering, recompute_budget(left))
 
 
-def _passes(core: "SchedulerCore", seq: Sequence, under_way: Sequence, now: float) -> bool:
+def _passes(core: CoreState, seq: Sequence, under_way: Sequence, now: float) -> bool:
     """Whether `seq`, the next one, enters before the next chunk of the prompt `under_way`.
 
     Age counts against better classes alone.
@@ -188,11 +186,11 @@ def _passes(core: "SchedulerCore", seq: Sequence, under_way: Sequence, now: floa
 
 
 def _let_in(
-    core: "SchedulerCore",
+    core: CoreState,
     state: ExecutorState,
     seq: Sequence,
     rows: Rows,
-    turn: placement.Turn | None,
+    turn: Turn | None,
     now: float,
     *,
     follows: bool,
@@ -224,7 +222,7 @@ def _let_in(
 
 
 def _admit_alone(
-    core: "SchedulerCore", state: ExecutorState, rows: Rows, alone: list[Sequence] | None, now: float
+    core: CoreState, state: ExecutorState, rows: Rows, alone: list[Sequence] | None, now: float
 ) -> None:
     """Lets these enter and nobody else: executors have died, and one of them may be the reason."""
     if alone is None:
@@ -239,7 +237,7 @@ def _admit_alone(
 
 
 def _place(
-    core: "SchedulerCore",
+    core: CoreState,
     state: ExecutorState,
     seq: Sequence,
     matched: list[int],
@@ -279,7 +277,7 @@ def _place(
         _chunk(core, seq, rows)
 
 
-def _chunk(core: "SchedulerCore", seq: Sequence, rows: Rows) -> None:
+def _chunk(core: CoreState, seq: Sequence, rows: Rows) -> None:
     """Plans as many uncomputed tokens of `seq` as the budget allows; less when it recovers beside others."""
     if not seq.is_recovering:
         rows.chunk(seq, rows.budget)
@@ -294,9 +292,9 @@ def _chunk(core: "SchedulerCore", seq: Sequence, rows: Rows) -> None:
         rows.recompute_budget -= before - rows.budget
 
 
-def _end_turn(core: "SchedulerCore", state: ExecutorState, turn: placement.Turn) -> None:
+def _end_turn(core: CoreState, state: ExecutorState, turn: Turn) -> None:
     """Who was left to others has its place in the queue again."""
     for seq in turn.left:
-        core.unpark(seq)
+        core.waiting.unpark(seq)
     if not state.running:
         state.look_again_at = turn.look_again_at

@@ -16,22 +16,16 @@ brings `results`'.
 """
 
 from dataclasses import replace
-from typing import Protocol
 
-from scheduler import admitting, door, entrance, followers, padding, placement, policy, results, room
+from scheduler import admitting, door, policy, results, room
 from scheduler.batching import Batching
-from scheduler.counters import Counters, Outcome
-from scheduler.doubt import Doubt
-from scheduler.drain_rate import DrainRate
+from scheduler.core_state import CoreState
+from scheduler.counters import Outcome
 from scheduler.executor_session import SessionBrokenError
 from scheduler.executor_state import ExecutorState
-from scheduler.explain import Entry, Reason, ReasonClocks, TimeLine, TimeLines
-from scheduler.forecast import LengthModel
-from scheduler.inquiry import Inquiry
-from scheduler.meters import Meters
-from scheduler.plan import BatchPlan, Capacity, Leaver, NewSequence, StepResult
+from scheduler.explain import Entry, Reason
+from scheduler.plan import BatchPlan, Capacity, StepResult
 from scheduler.policy import Limits
-from scheduler.recovery import RecoveryPace
 from scheduler.rows import Rows
 from scheduler.sequence import (
     Event,
@@ -43,24 +37,10 @@ from scheduler.sequence import (
     StatusCode,
     end_of_output,
 )
-from scheduler.stranded import Stranded
-from scheduler.tenants import Tenant, Tenants
-from scheduler.timers import Timers
 from scheduler.token_ids import NO_IDS, TokenIds
-from scheduler.waiting import WaitingQueue
 
 
-class Witness(Protocol):
-    """Who is told when a sequence comes and when it ends; what was between stands in its time line."""
-
-    def arrived(self, seq: Sequence) -> None:
-        """It was taken in; it may be told here what executors are told of its trace."""
-
-    def ended(self, seq: Sequence, now: float) -> None:
-        """It is over, and holds nothing any more."""
-
-
-class SchedulerCore:
+class SchedulerCore(CoreState):
     """Queue, policy and blocks of all executors of one scheduler."""
 
     def __init__(
@@ -75,32 +55,9 @@ class SchedulerCore:
         `padding_sampling`: encoded sampling parameters under which a padding row never ends.
         `cache_secret`: up to 64 random bytes that key the names of cached blocks.
         """
-        self.limits = limits or Limits()
-        self.batching = batching
-        self.counters = Counters()
-        self.meters = Meters()
-        self.executors: dict[str, ExecutorState] = {}
-        self.sequences: dict[bytes, Sequence] = {}
-        self.tenants = Tenants(self.limits.tenants, self.limits.default_tenant)
-        self.waiting = WaitingQueue(self.limits.policy, self.limits.aging_seconds, self._turn_aside)
-        self.lengths = LengthModel()
-        self.drain_rate = DrainRate()
-        self.doubt = Doubt()
-        self.clocks = ReasonClocks()
-        self.inquiry = Inquiry()
-        self.stranded = Stranded()
-        self.recovery_pace = RecoveryPace()
-        self.witness: Witness | None = None
-        """Who is told of sequences, if anybody is."""
-        self._time_lines = TimeLines()
-        self._timers = Timers()
-        self._by_request: dict[tuple[str, str], dict[bytes, Sequence]] = {}  # by tenant and request id
-        self._padding_sampling = padding_sampling
+        super().__init__(limits, batching, padding_sampling)
         self._cache_secret = cache_secret
         self._num_submitted = 0
-        # Of the call in progress: set first by every public method that takes `now`, read by all that those
-        # call, `preempt` (from `room`) among them.
-        self._now = 0.0
 
     # --- from clients ------------------------------------------------------------------------------------
 
@@ -130,35 +87,18 @@ class SchedulerCore:
             if live.state is not State.FINISHED:
                 self._end(live, Finish(FinishReason.ABORT), Event.ABORT)
             self.forget(live)
-        return self._take_in(Sequence.of(request, tenant, output_token_ids, self._num_submitted + 1), now)
+        self._num_submitted += 1
+        return self._take_in(Sequence.of(request, tenant, output_token_ids, self._num_submitted))
 
     def _renew(self, seq: Sequence, deadline: float | None) -> None:
         """The new call of its client has a new deadline."""
         seq.request = replace(seq.request, deadline=deadline)
-        seq.latest_start = entrance.latest_start(self, seq)
+        seq.latest_start = self.slack.latest_start(seq)
         if seq.state is State.WAITING:
-            if not self.unpark(seq):  # else it looks for itself whom it follows
+            if not self.waiting.unpark(seq):  # else it looks for itself whom it follows
                 self.waiting.reorder(seq)
-            followers.hand_on(self, seq)
+            self.hand_on(seq)
         self._timers.watch(seq, len(self.sequences))
-
-    def _take_in(self, seq: Sequence, now: float) -> Sequence:
-        request = seq.request
-        self._num_submitted += 1
-        self.sequences[request.key] = seq
-        self._by_request.setdefault((request.tenant, request.request_id), {})[request.key] = seq
-        seq.time_line = TimeLine(request.arrival, now, self.clocks, seq.tenant.aside)
-        if self.witness is not None:
-            self.witness.arrived(seq)
-        seq.tenant.draw_on_rates(seq.max_len, now)
-        self._wait(seq)
-        finish = end_of_output(request, seq.output_token_ids(), self._eos_token_ids)
-        if finish is not None:
-            self._end(seq, finish, Event.FINISH)
-        elif request.deadline is not None and request.deadline <= now:
-            self._end(seq, _deadline_finish(), Event.EXPIRE)
-        self._timers.watch(seq, len(self.sequences))
-        return seq
 
     def cancel(self, key: bytes, reason: FinishReason, now: float) -> Sequence | None:
         """Gives a sequence up and frees what it holds; returns it, or None when nothing lives under `key`."""
@@ -179,22 +119,10 @@ class SchedulerCore:
             seq.orphaned_until = now + self.limits.orphan_grace_seconds
             self._timers.watch(seq, len(self.sequences))
 
-    def forget(self, seq: Sequence) -> None:
-        """Drops the record of an ended sequence: its reader has everything."""
-        assert seq.state is State.FINISHED
-        request = seq.request
-        if self.sequences.get(request.key) is seq:
-            del self.sequences[request.key]
-            choices = self._by_request[request.tenant, request.request_id]
-            del choices[request.key]
-            if not choices:
-                del self._by_request[request.tenant, request.request_id]
-        seq.forget_at = None
-
     @property
     def next_timer(self) -> float | None:
         """When `expire` must be called next, or None."""
-        times = (self._timers.next_time, self.stranded.next_time(self))
+        times = (self._timers.next_time, self.stranded.next_time)
         return min((time for time in times if time is not None), default=None)
 
     def expire(self, now: float) -> list[Sequence]:
@@ -206,7 +134,7 @@ class SchedulerCore:
                 self.forget(seq)
                 continue
             if seq.request.deadline is not None and seq.request.deadline <= now:
-                self._end(seq, _deadline_finish(), Event.EXPIRE)
+                self._end(seq, Finish.past_deadline(), Event.EXPIRE)
             else:
                 self._end(seq, Finish(FinishReason.ABORT), Event.ABORT)
             ended.append(seq)
@@ -214,9 +142,9 @@ class SchedulerCore:
 
     def _end_unrecovered(self) -> list[Sequence]:
         """Nothing waits for an executor for ever."""
-        overdue = self.stranded.overdue(self, self._now)
+        overdue = self.stranded.overdue(self._now)
         for seq, message in overdue:
-            self._end(seq, _error(StatusCode.UNAVAILABLE, message), Event.FAIL)
+            self._end(seq, Finish.failed(StatusCode.UNAVAILABLE, message), Event.FAIL)
         return [seq for seq, _ in overdue]
 
     def explain(self, request_id: str, now: float, tenant: str = "") -> dict[int, list[Entry]]:
@@ -240,7 +168,7 @@ class SchedulerCore:
         self.clocks.set(Reason.QUEUED_FOR_STEP, now)
         self._sort_by_executor()
         ended = self._end_complete()
-        self.stranded.executor_came(self, now)
+        self.stranded.executor_came(now)
         return ended + self._end_unrecovered()
 
     def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Sequence]:
@@ -251,7 +179,7 @@ class SchedulerCore:
         """
         self._now = now
         state = self.executors[executor_id]
-        guilty = self.inquiry.executor_died(self, state, now) if is_crash else None
+        guilty = self.inquiry.executor_died(state, now) if is_crash else None
         for seq in list(state.running.values()):
             self._leave(state, seq, reason=None, tell_executor=False, keep_blocks=True)
             if not seq.is_padding:
@@ -263,7 +191,7 @@ class SchedulerCore:
         self.counters.prefix_hit_tokens += state.cache.num_hit_tokens
         self.see_who_takes_newcomers()
         self._sort_by_executor()
-        self.stranded.executor_went(self, now)
+        self.stranded.executor_went(now)
         ended = self._end_guilty(guilty) if guilty is not None else []
         return ended + self._end_unrecovered()
 
@@ -276,7 +204,7 @@ class SchedulerCore:
         choices = self._by_request.get(name, {}).values()
         ended = [seq for seq in choices if seq.state is not State.FINISHED]
         for seq in ended:  # ABORT: another executor may be computing one, and must be told
-            self._end(seq, _error(StatusCode.INTERNAL, message), Event.ABORT)
+            self._end(seq, Finish.failed(StatusCode.INTERNAL, message), Event.ABORT)
         return ended
 
     def _end_complete(self) -> list[Sequence]:
@@ -295,24 +223,13 @@ class SchedulerCore:
         leaders = [seq for seq in self.waiting if seq.followers or seq.inherited]
         for seq in list(self.waiting):
             is_for_all = seq.max_len <= longest and seq.request.needs <= features
-            only_at = None if is_for_all else placement.only_at(self, seq)
+            only_at = None if is_for_all else self.placement.only_at(seq)
             if only_at != seq.only_at:
                 seq.only_at = only_at
                 self.waiting.reorder(seq)
         for seq in leaders:  # those who follow it may stand in another class than it does, and than before
             seq.followers = seq.take_followers()
-            followers.hand_on(self, seq)
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Longest prompt plus output that every attached executor can hold, tokens; 0 without any."""
-        return min((state.max_total_tokens for state in self.executors.values()), default=0)
-
-    @property
-    def features(self) -> frozenset[str]:
-        """Optional abilities that every attached executor has."""
-        each = [state.capacity.features for state in self.executors.values()]
-        return frozenset.intersection(*each) if each else frozenset()
+            self.hand_on(seq)
 
     # --- one iteration: the plan -------------------------------------------------------------------------
 
@@ -436,34 +353,6 @@ class SchedulerCore:
         rows.num_new_blocks = [1] * len(growing)
         rows.new_block_ids = block_ids
 
-    def find_place(self, state: ExecutorState, seq: Sequence, *, follows: bool) -> entrance.Found:
-        """Whether `seq`, the next one, may enter; with `follows`, it may wait for a prefix under way."""
-        return entrance.find(self, state, seq, follows=follows)
-
-    def enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], rows: Rows) -> None:
-        """Gives `seq` a seat under a new seq_id. Plans are kept for resending, so they get copies."""
-        seq.seq_id = state.next_seq_id
-        state.next_seq_id += 1
-        seq.executor_id = state.executor_id
-        seq.block_table = block_table
-        seq.num_slots = len(block_table) * state.blocks.block_size
-        state.take_seat(seq)
-        seq.tenant.num_running += 1
-        seq.tenant.meter(len(block_table), self._now)
-        sampling = self._padding_sampling if seq.is_padding else seq.request.sampling
-        rows.admitted.append(
-            NewSequence(
-                seq.seq_id,
-                seq.token_ids[:],
-                seq.num_prompt_tokens,
-                seq.num_computed_tokens,
-                block_table[:],
-                sampling,
-                None if seq.is_padding else seq.prompt_logprobs_from,
-                "" if seq.is_padding else seq.traceparent,
-            )
-        )
-
     def _plan(self, state: ExecutorState, rows: Rows) -> BatchPlan | None:
         session = state.session
         if not (rows.rows or rows.admitted or state.released_seq_ids or state.has_ghosts):
@@ -528,7 +417,7 @@ class SchedulerCore:
         )
         self._register_blocks(state, plan, result)
         if self.inquiry:
-            self.inquiry.stepped(self, rows)
+            self.inquiry.stepped(rows)
         self._apply_ends(state, result, outcome)
         return outcome
 
@@ -542,14 +431,14 @@ class SchedulerCore:
         for error in result.errors:
             seq = state.running.get(error.seq_id)
             if seq is not None:
-                self._end(seq, _error(error.status_code, error.message), Event.FAIL)
+                self._end(seq, Finish.failed(error.status_code, error.message), Event.FAIL)
                 outcome.ended.append(seq)
             state.has_ghosts = True
 
     def _end_unfit(self, unfit: list[Sequence], what: str, outcome: Outcome) -> None:
         message = f"the executor gave {what} without the log-probabilities that were asked for"
         for seq in unfit:
-            self._end(seq, _error(StatusCode.INTERNAL, message), Event.ABORT)
+            self._end(seq, Finish.failed(StatusCode.INTERNAL, message), Event.ABORT)
             outcome.ended.append(seq)
 
     def _register_blocks(self, state: ExecutorState, plan: BatchPlan, result: StepResult) -> None:
@@ -573,175 +462,6 @@ class SchedulerCore:
                 if served:
                     self.unpark_followers(served)
 
-    # --- back to the queue ---------------------------------------------------------------------------
-
-    def preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:
-        """Takes `seq` off its executor, which has answered everything; it waits again, to be recomputed."""
-        if not seq.is_padding:  # nothing is in flight: all it has computed is known, and may be found again
-            self.unpark_followers(state.cache.register(seq, seq.num_computed_tokens))
-        self._leave(state, seq, reason=None, tell_executor=True)
-        if not seq.is_padding:
-            self._back_to_waiting(seq, why)
-            if padding.is_all_padding(state):
-                self._drop_padding(state)
-
-    def _back_to_waiting(self, seq: Sequence, why: str, *, recovers: bool = False) -> None:
-        seq.move(Event.PREEMPT)
-        seq.is_recovering |= recovers
-        self.counters.recoveries += recovers
-        seq.give_up_seat()
-        seq.forget_computed()
-        seq.waiting_since = self._now
-        if seq.time_line is not None:
-            seq.time_line.wait(self._now, self.clocks, step_id=0, detail=why)
-        self._wait(seq)
-
-    def _wait(self, seq: Sequence) -> None:
-        seq.latest_start = entrance.latest_start(self, seq)
-        seq.only_at = placement.only_at(self, seq)
-        self.waiting.push(seq)
-        self.stranded.began_to_wait(self, seq, self._now)
-        if self.inquiry:
-            self.inquiry.began_to_wait(self, seq)
-
-    def _turn_aside(self, tenant: Tenant) -> None:
-        """`tenant` is passed over from now on, or takes part again."""
-        tenant.aside.turn(self._now, self.clocks)
-
-    def unpark(self, seq: Sequence) -> bool:
-        """Back into its place in the queue, unless it is kept out of it for another reason."""
-        return self.is_a_follower(seq) and self.waiting.unpark(seq)
-
-    def is_a_follower(self, seq: Sequence) -> bool:
-        """Whether `seq` is parked, and neither by a search nor for want of an executor."""
-        return seq in self.waiting.parked and not (self.inquiry.holds(seq) or self.stranded.holds(seq))
-
-    def unpark_followers(self, served: list[Sequence]) -> None:
-        """These need not wait for their beginning any more, or for nobody who computes it."""
-        for seq in served:
-            if self.unpark(seq) and seq.time_line is not None:
-                seq.time_line.wait(self._now, self.clocks, step_id=0, detail="its beginning is there")
-
-    # --- ends --------------------------------------------------------------------------------------------
-
-    def _end(self, seq: Sequence, finish: Finish, event: Event) -> None:
-        """The one place where a sequence ends; whatever it holds goes back here."""
-        if seq.state is State.WAITING:
-            self.waiting.remove(seq)
-            if not self.waiting:
-                self.drain_rate.queue_is(self._now, empty=True)
-            self.stranded.waits_no_more(seq)
-            followers.hand_on(self, seq)
-        else:
-            self._end_running(self.executors[seq.executor_id], seq, finish, event)
-        seq.move(event)
-        seq.finish = finish
-        self.counters.ended[finish.reason] += not seq.is_padding
-        seq.give_up_seat()
-        seq.orphaned_until = None
-        seq.forget_at = self._now + self.limits.result_keep_seconds
-        self._timers.watch(seq, len(self.sequences))
-        if self.inquiry and not seq.is_padding:
-            self.inquiry.ended(self, seq)
-        if seq.time_line is not None:
-            seq.time_line.close(self._now, self.clocks)
-            request = seq.request
-            entries = seq.time_line.entries
-            self._time_lines.keep(request.tenant, request.request_id, request.sample_index, entries)
-        if self.witness is not None and not seq.is_padding:
-            self.witness.ended(seq, self._now)
-
-    def _end_running(self, state: ExecutorState, seq: Sequence, finish: Finish, event: Event) -> None:
-        executor_knows = event in {Event.FINISH, Event.FAIL}
-        if not executor_knows:
-            seq.num_wasted_tokens = max(0, seq.num_computable_tokens - len(seq.token_ids))
-            self.meters.steps_to_free.observe(state.session.num_unanswered)
-        if event is Event.FINISH:  # all but its last token was fed, and has answered
-            num_tokens = min(len(seq.token_ids) - 1, seq.num_computed_tokens)
-            self.unpark_followers(state.cache.register(seq, num_tokens))
-            if not seq.is_padding:
-                self.lengths.observe(seq.num_output_tokens)
-        block_table = seq.block_table
-        keeps_seat = padding.keeps_seat(state, seq, finish)
-        self._leave(state, seq, finish.reason, tell_executor=not executor_knows, keep_blocks=keeps_seat)
-        if keeps_seat:
-            state.entering_padding.append(padding.padding_of(state, seq, block_table))
-        elif padding.is_all_padding(state):
-            self._drop_padding(state)
-
-    def _leave(
-        self,
-        state: ExecutorState,
-        seq: Sequence,
-        reason: FinishReason | None,
-        *,
-        tell_executor: bool,
-        keep_blocks: bool = False,
-    ) -> None:
-        """The one place where a seat is given back, and with it the blocks."""
-        state.cache.end(seq)
-        followers.hand_on(self, seq)
-        if not keep_blocks:
-            state.release(seq)
-        state.give_seat_back(seq)
-        seq.tenant.num_running -= 1
-        seq.tenant.meter(-len(seq.block_table), self._now)
-        self.waiting.recall(seq.tenant)
-        if tell_executor:
-            state.released_seq_ids.append(seq.seq_id)
-        state.left.append(Leaver(seq, seq.seq_id, reason))
-
-    def _drop_padding(self, state: ExecutorState) -> None:
-        """The last one for whom the batch was computed has gone."""
-        for pad in list(state.running.values()):
-            self._leave(state, pad, reason=None, tell_executor=True)
-        for pad in state.entering_padding:
-            state.blocks.release(pad.block_table)
-        state.entering_padding = []
-
-    # --- small things ------------------------------------------------------------------------------------
-
-    def note(self, seq: Sequence, reason: Reason, state: ExecutorState, detail: str) -> None:
-        """What `seq` does in its batch from now on."""
-        seq.is_prefilling = reason is Reason.PREFILL
-        seq.is_recovering &= seq.is_prefilling
-        if seq.time_line is not None:
-            step_id = state.session.last_step_id + (reason is Reason.PREFILL)
-            seq.time_line.run(reason, self._now, self.clocks, step_id=step_id, detail=detail)
-
-    @property
-    def _eos_token_ids(self) -> frozenset[int]:
-        return next((state.capacity.eos_token_ids for state in self.executors.values()), frozenset())
-
-    def has_sibling(self, request: Request) -> bool:
-        """Whether another choice of the same request lives."""
-        choices = self._by_request.get((request.tenant, request.request_id), {})
-        return any(seq.state is not State.FINISHED for seq in choices.values())
-
-    @property
-    def num_free_seats(self) -> int:
-        """Seats that nobody has, at executors that take newcomers."""
-        return sum(
-            max(0, state.max_num_seqs - len(state.running))
-            for state in self.executors.values()
-            if placement.takes_newcomers(self, state)
-        )
-
-    def see_who_takes_newcomers(self) -> None:
-        """When no executor does, that is what everybody waits for."""
-        if not any(placement.takes_newcomers(self, state) for state in self.executors.values()):
-            self.clocks.set(Reason.QUEUED_FOR_EXECUTOR, self._now)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing runs and nothing waits."""
-        return not self.waiting and not any(state.running for state in self.executors.values())
-
-    @property
-    def num_running(self) -> int:
-        """Sequences in a batch, padding left out."""
-        return sum(not seq.is_padding for state in self.executors.values() for seq in state.running.values())
-
 
 def _continues(seq: Sequence, request: Request, output_token_ids: TokenIds) -> bool:
     """Whether a reader who has these ids can go on with `seq`: they are a beginning of what it has put out.
@@ -761,15 +481,3 @@ def _continues(seq: Sequence, request: Request, output_token_ids: TokenIds) -> b
     return seq.num_resumed_tokens <= len(output_token_ids) and (
         seq.output_token_ids()[: len(output_token_ids)] == output_token_ids
     )
-
-
-def _deadline_finish() -> Finish:
-    return Finish(
-        FinishReason.DEADLINE,
-        message="the deadline of the call has passed",
-        status_code=StatusCode.DEADLINE_EXCEEDED,
-    )
-
-
-def _error(status_code: StatusCode, message: str) -> Finish:
-    return Finish(FinishReason.ERROR, message=message, status_code=status_code)

@@ -5,16 +5,11 @@ nowhere: where no executor can compute it, one is waited for (`stranded`). The c
 taken or refused as a whole: once one of them was taken in, load is no reason to refuse the others. Pure.
 """
 
-from typing import TYPE_CHECKING
-
-from scheduler import entrance
+from scheduler.core_state import CoreState
 from scheduler.sequence import Request, Sequence, StatusCode
 from scheduler.tenants import Tenant
 from scheduler.token_ids import NO_IDS
 from scheduler.waiting import Policy
-
-if TYPE_CHECKING:
-    from scheduler.core import SchedulerCore
 
 
 class RefusedError(Exception):
@@ -38,7 +33,7 @@ def check_same_body(live: Request, request: Request) -> None:
         )
 
 
-def check(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -> None:
+def check(core: CoreState, request: Request, tenant: Tenant, now: float) -> None:
     """Raises RefusedError when the request is not to be taken in."""
     _check_fits(core, request)
     if not request.accepted_before and not core.has_sibling(request):
@@ -47,7 +42,7 @@ def check(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -
         _check_hopeless(core, request, tenant, now)
 
 
-def _check_fits(core: "SchedulerCore", request: Request) -> None:
+def _check_fits(core: CoreState, request: Request) -> None:
     lengths = f"prompt has {len(request.prompt_token_ids)} tokens and max_tokens is {request.max_tokens}"
     if not request.prompt_token_ids or request.max_tokens < 1:
         raise RefusedError(StatusCode.INVALID_ARGUMENT, f"{lengths}: each must be at least 1")
@@ -69,7 +64,7 @@ def _check_fits(core: "SchedulerCore", request: Request) -> None:
         )
 
 
-def _check_queue(core: "SchedulerCore", tenant: Tenant, request: Request, now: float) -> None:
+def _check_queue(core: CoreState, tenant: Tenant, request: Request, now: float) -> None:
     """Who waits for a limit of its own tenant is in nobody's way, and counted apart, to the same number.
 
     What there is beyond it, of tenants that came to their limits later, counts with the others again.
@@ -102,7 +97,7 @@ def _check_queue(core: "SchedulerCore", tenant: Tenant, request: Request, now: f
             raise _overloaded(core, sentence, len(core.waiting), now)
 
 
-def _check_tenant(core: "SchedulerCore", tenant: Tenant, request: Request, now: float) -> None:
+def _check_tenant(core: CoreState, tenant: Tenant, request: Request, now: float) -> None:
     limits = tenant.limits
     whose = f"tenant {tenant.name!r}"
     if limits.max_queued is not None and tenant.num_waiting - _own_seats(core, tenant) >= limits.max_queued:
@@ -131,21 +126,21 @@ def _check_tenant(core: "SchedulerCore", tenant: Tenant, request: Request, now: 
             raise RefusedError(StatusCode.RESOURCE_EXHAUSTED, f"{sentence}; try again in {wait:.1f} s", wait)
 
 
-def _own_seats(core: "SchedulerCore", tenant: Tenant) -> int:
+def _own_seats(core: CoreState, tenant: Tenant) -> int:
     """Free seats that its own limit lets the tenant take: who waits for one of them is hardly queued."""
     free = core.num_free_seats
     limit = tenant.limits.max_running
     return free if limit is None else min(free, max(0, limit - tenant.num_running))
 
 
-def _check_hopeless(core: "SchedulerCore", request: Request, tenant: Tenant, now: float) -> None:
+def _check_hopeless(core: CoreState, request: Request, tenant: Tenant, now: float) -> None:
     """Under the deadline policy, work that cannot be done in time is not begun (but see `doubt`)."""
     if core.limits.policy is not Policy.DEADLINE or request.deadline is None or request.deadline <= now:
         return
     num_waiting = len(core.waiting)
     wait = core.drain_rate.predicted_wait(num_waiting, now) if num_waiting else 0.0
     # The least it can take: neither its length is known, nor yet how much of it is cached.
-    service = entrance.least_service(core, Sequence.of(request, tenant, NO_IDS, 0))
+    service = core.slack.least_service(Sequence.of(request, tenant, NO_IDS, 0))
     if now + service > request.deadline and core.doubt.may_refuse(now):
         left = request.deadline - now
         raise RefusedError(
@@ -156,6 +151,6 @@ def _check_hopeless(core: "SchedulerCore", request: Request, tenant: Tenant, now
         )
 
 
-def _overloaded(core: "SchedulerCore", sentence: str, num_ahead: int, now: float) -> RefusedError:
+def _overloaded(core: CoreState, sentence: str, num_ahead: int, now: float) -> RefusedError:
     wait = core.drain_rate.predicted_wait(num_ahead, now)
     return RefusedError(StatusCode.RESOURCE_EXHAUSTED, f"{sentence}; try again in {wait:.1f} s", wait)

@@ -5,39 +5,35 @@ and its client sees a short pause. Where no other executor could take them all s
 on from where they are when an executor is back. Pure.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from scheduler.executor_state import ExecutorState
+from scheduler.forecast import LengthModel
 from scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from scheduler.core import SchedulerCore
 
 MARGIN = 1.5  # half of all answers are longer than expected
 
 
-def who_must_move(core: "SchedulerCore", state: ExecutorState, now: float) -> list[Sequence]:
+def who_must_move(
+    state: ExecutorState, others: Iterable[ExecutorState], lengths: LengthModel, now: float
+) -> list[Sequence]:
     """Sequences of a draining executor that are not expected to end before it leaves."""
-    others = [
-        other
-        for other in core.executors.values()
-        if other is not state and not (other.is_draining or other.is_away)
-    ]
+    others = [other for other in others if not (other.is_draining or other.is_away)]
     seconds_left = max(0.0, state.leaves_at - now)
     return [
         seq
         for seq in state.running.values()
         if not seq.is_padding
         and any(other.suits(seq) for other in others)
-        and MARGIN * _remaining_seconds(core, state, seq) > seconds_left
+        and MARGIN * _remaining_seconds(state, lengths, seq) > seconds_left
     ]
 
 
-def _remaining_seconds(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> float:
+def _remaining_seconds(state: ExecutorState, lengths: LengthModel, seq: Sequence) -> float:
     line = state.step_time.line
     if line is None:
         return float("inf")
     base, per_token = line
-    num_steps = core.lengths.remaining(seq.num_output_tokens, seq.request.max_tokens)
+    num_steps = lengths.remaining(seq.num_output_tokens, seq.request.max_tokens)
     to_compute = max(0, len(seq.token_ids) - seq.num_computed_tokens)
     return (num_steps * (base + len(state.running) * per_token) + to_compute * per_token) / 1e6

@@ -1,7 +1,7 @@
 """One attached executor as the core sees it: what it can take, what runs there, who owns its blocks.
 
-Pure data, and a few numbers derived from it. Written by the core and by its parts (`entrance`, `room`) during
-a call of the core; `is_away` is written by `epoch`, which knows the stream.
+Pure data, and a few numbers derived from it. Written by the core and by its parts during a call of the
+core; `is_away` is written by `epoch`, which knows the stream.
 """
 
 from collections import deque

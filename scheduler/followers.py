@@ -8,40 +8,34 @@ goes in its turn, the next one is found without looking at all of them. Pure.
 """
 
 import heapq
-from typing import TYPE_CHECKING
 
 from scheduler.sequence import FollowerLine, Sequence
-from scheduler.waiting import Line
-
-if TYPE_CHECKING:
-    from scheduler.core import SchedulerCore
+from scheduler.waiting import Line, WaitingQueue
 
 
-def hand_on(core: "SchedulerCore", leader: Sequence) -> None:
-    """`leader` is not the one who computes what its followers wait for: it is over, or not served next."""
-    if not (leader.followers or leader.inherited):
-        return
+def hand_on(waiting: WaitingQueue, leader: Sequence) -> list[Sequence]:
+    """Takes its followers from `leader`; returns the first of each line, whom the others of it follow now."""
     inherited, leader.inherited = leader.inherited, None
     taken, leader.followers = leader.followers, []
     lines: dict[Line, FollowerLine] = {}
     if inherited is not None:
-        lines[core.waiting.line_of(inherited.heap[0][-1])] = inherited
+        lines[waiting.line_of(inherited.heap[0][-1])] = inherited
     for item in taken:
-        if core.is_a_follower(item.seq):
-            line = lines.setdefault(core.waiting.line_of(item.seq), FollowerLine([], 0))
+        if waiting.is_parked_freely(item.seq):
+            line = lines.setdefault(waiting.line_of(item.seq), FollowerLine([], 0))
             if line is not inherited:  # less than they share is safe to say: then they look again too soon
                 line.most_tokens = max(line.most_tokens, item.num_tokens)
-            rank = core.waiting.rank_in_line(item.seq)
+            rank = waiting.rank_in_line(item.seq)
             heapq.heappush(line.heap, (rank, item.seq.order, item.num_tokens, item.seq))
-    firsts = [_first(core, line) for line in lines.values()]
-    core.unpark_followers([seq for seq in firsts if seq is not None])
+    firsts = [_first(waiting, line) for line in lines.values()]
+    return [seq for seq in firsts if seq is not None]
 
 
-def _first(core: "SchedulerCore", line: FollowerLine) -> Sequence | None:
+def _first(waiting: WaitingQueue, line: FollowerLine) -> Sequence | None:
     """Whom the others of `line` follow now; None when nobody of it waits for its beginning any more."""
     while line.heap:
         _, _, num_tokens, seq = heapq.heappop(line.heap)
-        if core.is_a_follower(seq):
+        if waiting.is_parked_freely(seq):
             if line.heap:
                 line.most_tokens = min(line.most_tokens, num_tokens)
                 seq.followers = seq.take_followers()

@@ -9,20 +9,15 @@ What a sequence had computed, and the executor lived, is known to be harmless (`
 computes that again in steps of its own, and has one plan on its way at a time: so it can be told whether the
 executor died in the step that was fatal before, or by chance on the way there.
 
-Pure: reads the core, and changes nothing of it but the queue's marks for those who are passed over, and what
-its sequences have proven.
+Pure: changes nothing but the queue's marks for those who are passed over, and what sequences have proven.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
-from scheduler import followers
 from scheduler.executor_state import ExecutorState
 from scheduler.sequence import Sequence, State
 from scheduler.suspects import Suspects
-
-if TYPE_CHECKING:
-    from scheduler.core import SchedulerCore
+from scheduler.waiting import Hold, WaitingQueue
 
 HOST_PATIENCE_SECONDS = 5.0  # for an empty executor
 
@@ -37,9 +32,11 @@ def name_of(seq: Sequence) -> Name:
 class Inquiry:
     """The search, as far as it concerns sequences."""
 
-    __slots__ = ("_host", "_passed_over", "_since", "suspects")
+    __slots__ = ("_executors", "_host", "_passed_over", "_since", "_waiting", "suspects")
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: WaitingQueue, executors: Mapping[str, ExecutorState]) -> None:
+        self._waiting = waiting
+        self._executors = executors
         self.suspects: Suspects[Name] = Suspects()
         self._passed_over: dict[Sequence, None] = {}  # in the order in which they came to wait
         self._host: str | None = None
@@ -51,7 +48,7 @@ class Inquiry:
 
     # --- what happens --------------------------------------------------------------------------------------
 
-    def executor_died(self, core: "SchedulerCore", state: ExecutorState, now: float) -> Name | None:
+    def executor_died(self, state: ExecutorState, now: float) -> Name | None:
         """It died over the plans that it had; returns the guilty request if that is known.
 
         To be called while its sequences still have their seats.
@@ -71,39 +68,37 @@ class Inquiry:
         guilty = self.suspects.crashed(map(name_of, rows), is_elsewhere=is_elsewhere)
         self._host = None
         self._since = now
-        for seq in list(core.waiting) if self.suspects.group else ():
-            self.began_to_wait(core, seq)  # another choice of the same request
-        self._let_go(core)
+        for seq in list(self._waiting) if self.suspects.group else ():
+            self.began_to_wait(seq)  # another choice of the same request
+        self._let_go()
         return guilty
 
-    def stepped(self, core: "SchedulerCore", rows: Iterable[Sequence]) -> None:
+    def stepped(self, rows: Iterable[Sequence]) -> None:
         """These rows of a plan have answered."""
         names = {name_of(seq): seq.has_progressed for seq in rows}
         num_cleared = sum(self.suspects.completed(name, is_past=is_past) for name, is_past in names.items())
         if num_cleared:
-            self._let_go(core)
+            self._let_go()
 
-    def ended(self, core: "SchedulerCore", seq: Sequence) -> None:
-        """`seq` is over; so is its request, unless another choice of it goes on."""
+    def ended(self, seq: Sequence, *, is_last: bool) -> None:
+        """`seq` is over; with `is_last`, so is its request: no other choice of it goes on."""
         self._passed_over.pop(seq, None)
         name = name_of(seq)
-        if self.suspects.num_crashes(name) and not core.has_sibling(seq.request):
+        if is_last and self.suspects.num_crashes(name):
             self.suspects.ended(name)
-            self._let_go(core)
+            self._let_go()
 
-    def began_to_wait(self, core: "SchedulerCore", seq: Sequence) -> None:
+    def began_to_wait(self, seq: Sequence) -> None:
         """`seq` is in the queue: passed over there, if its request is searched."""
         if self.holds(seq):
-            core.waiting.park(seq)
-            followers.hand_on(core, seq)
             self._passed_over[seq] = None
+            self._waiting.hold(seq, Hold.SEARCH)
 
-    def cannot_try(self, core: "SchedulerCore", seq: Sequence) -> None:
+    def cannot_try(self, seq: Sequence) -> None:
         """No executor that is there can ever compute `seq`: those searched with it do not wait for it."""
         if self.holds(seq):
-            self._passed_over.pop(seq, None)
             self.suspects.set_aside(name_of(seq))
-            self._let_go(core)
+            self._let_go()
 
     # --- what follows --------------------------------------------------------------------------------------
 
@@ -124,7 +119,7 @@ class Inquiry:
         """Whether suspects alone may enter here."""
         return self._host == state.executor_id
 
-    def only_these(self, core: "SchedulerCore", state: ExecutorState, now: float) -> list[Sequence] | None:
+    def only_these(self, state: ExecutorState, now: float) -> list[Sequence] | None:
         """The only sequences that may enter here in this turn, in order; None when there is no such limit.
 
         Makes this executor the host of the trial when there is none and it is the best one.
@@ -132,49 +127,47 @@ class Inquiry:
         if not self.suspects.trial:
             return None
         waiting = self._on_trial_and_waiting()
-        if self._needs_another_host(core, waiting):
-            self._host = state.executor_id if self._may_host(core, state, waiting, now) else None
+        if self._needs_another_host(waiting):
+            self._host = state.executor_id if self._may_host(state, waiting, now) else None
         return waiting if self.is_host(state) else None
 
-    def may_keep_out(self, core: "SchedulerCore", state: ExecutorState) -> bool:
+    def may_keep_out(self, state: ExecutorState) -> bool:
         """Whether this is the host, or may be once those who run have left: then nobody else enters here."""
         if not self.suspects.trial:
             return False
         waiting = self._on_trial_and_waiting()
-        is_wanted = self._needs_another_host(core, waiting) and _takes_one_of(state, waiting)
+        is_wanted = self._needs_another_host(waiting) and _takes_one_of(state, waiting)
         return is_wanted or self.is_host(state)
 
     def _on_trial_and_waiting(self) -> list[Sequence]:
         trial = self.suspects.trial
         return [seq for seq in self._passed_over if seq.state is State.WAITING and name_of(seq) in trial]
 
-    def _needs_another_host(self, core: "SchedulerCore", waiting: list[Sequence]) -> bool:
+    def _needs_another_host(self, waiting: list[Sequence]) -> bool:
         """Whether there is none, or one that can do nothing for those who wait."""
-        host = core.executors.get(self._host or "")
+        host = self._executors.get(self._host or "")
         if host is None:
             return True
         if any(name_of(seq) in self.suspects.trial for seq in host.running.values()):
             return False
         return bool(waiting) and not _takes_one_of(host, waiting)
 
-    def _may_host(
-        self, core: "SchedulerCore", state: ExecutorState, waiting: list[Sequence], now: float
-    ) -> bool:
+    def _may_host(self, state: ExecutorState, waiting: list[Sequence], now: float) -> bool:
         if not _takes_one_of(state, waiting):
             return False
         if not state.running:
             return True
-        takers = [item for item in core.executors.values() if _takes_one_of(item, waiting)]
+        takers = [item for item in self._executors.values() if _takes_one_of(item, waiting)]
         if takers == [state]:
             return True
         fewest = min(takers, key=lambda item: (len(item.running), item.executor_id), default=None)
         return fewest is state and now >= self._since + HOST_PATIENCE_SECONDS
 
-    def _let_go(self, core: "SchedulerCore") -> None:
+    def _let_go(self) -> None:
         """Who is searched no more takes part in the queue again."""
         for seq in [seq for seq in self._passed_over if not self.holds(seq)]:
             del self._passed_over[seq]
-            core.unpark(seq)
+            self._waiting.let_go(seq, Hold.SEARCH)
         if not self.suspects.group:
             self._host = None
 

@@ -13,6 +13,7 @@ from scheduler.explain import SHARED, Reason
 from scheduler.running_scheduler import RunningScheduler
 from scheduler.sequence import FinishReason
 from scheduler.tenant_series import TenantSeries
+from scheduler.waiting import Hold
 
 SUSPECTED = "queued_for_trial"  # executors have died, and it may be the reason
 _WAITING_REASONS = (*(reason.value for reason in SHARED), Reason.QUEUED_FOR_PREFIX.value)
@@ -73,9 +74,11 @@ class SchedulerMetrics:
         """How many wait for what; the sum is all that wait."""
         core, waiting = self._core, self._core.waiting
         counts = dict.fromkeys((*_WAITING_REASONS, Reason.QUEUED_FOR_TENANT.value, SUSPECTED), 0)
-        for seq in waiting.parked:
-            reason = SUSPECTED if core.inquiry.holds(seq) else Reason.QUEUED_FOR_PREFIX.value
-            counts[reason] += 1
+        for holds in waiting.parked.values():
+            if Hold.STRANDED in holds:
+                counts[Reason.QUEUED_FOR_EXECUTOR.value] += 1
+            else:
+                counts[SUSPECTED if Hold.SEARCH in holds else Reason.QUEUED_FOR_PREFIX.value] += 1
         num_aside = sum(tenant.num_waiting for tenant in waiting.aside)
         num_aside -= sum(seq.tenant in waiting.aside for seq in waiting.parked)
         counts[Reason.QUEUED_FOR_TENANT.value] = num_aside

@@ -9,65 +9,72 @@ an executor only leaves to another one what that one would start sooner.
 A step's duration is the measured line of `step_time`; an executor without one is taken to be like the others.
 What is left to another one in a turn counts there for the rest of the turn, so that a burst is shared out.
 
-Pure: reads the core, changes nothing.
+Pure: reads executors, changes nothing.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from scheduler.executor_state import ExecutorState
+from scheduler.inquiry import Inquiry
 from scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from scheduler.core import SchedulerCore
 
 MAX_LEFT = 32  # sequences that one turn leaves to others: a turn must stay short
 _NOMINAL_LINE = (10_000.0, 100.0)  # microseconds for a step and for each token, before anything is measured
 
 
-def only_at(core: "SchedulerCore", seq: Sequence) -> frozenset[str] | None:
-    """The executors that can ever compute `seq`; None when all that are attached can."""
-    suited = [name for name, state in core.executors.items() if state.suits(seq)]
-    return None if len(suited) == len(core.executors) else frozenset(suited)
+class Placement:
+    """What can be said of executors beside each other."""
 
+    __slots__ = ("_executors", "_inquiry")
 
-def takes_newcomers(core: "SchedulerCore", state: ExecutorState) -> bool:
-    """Whether whoever is next may enter here, once there is room."""
-    return not (state.is_draining or state.is_away or core.inquiry.is_host(state))
+    def __init__(self, executors: Mapping[str, ExecutorState], inquiry: Inquiry) -> None:
+        self._executors = executors
+        self._inquiry = inquiry
 
+    def others(self, state: ExecutorState) -> list[ExecutorState]:
+        """The executors beside this one."""
+        return [other for other in self._executors.values() if other is not state]
 
-def could_take(core: "SchedulerCore", state: ExecutorState, seq: Sequence) -> bool:
-    """Whether this executor could let `seq` in at its next turn, as far as can be told without trying."""
-    return (
-        takes_newcomers(core, state)
-        and state.too_full_for is not seq
-        and state.suits(seq)
-        and len(state.running) + len(state.entering_padding) < state.max_num_seqs
-        and state.blocks.blocks_for(len(seq.token_ids)) <= state.blocks.num_free
-    )
+    def only_at(self, seq: Sequence) -> frozenset[str] | None:
+        """The executors that can ever compute `seq`; None when all that are attached can."""
+        suited = [name for name, state in self._executors.items() if state.suits(seq)]
+        return None if len(suited) == len(self._executors) else frozenset(suited)
 
+    def takes_newcomers(self, state: ExecutorState) -> bool:
+        """Whether whoever is next may enter here, once there is room."""
+        return not (state.is_draining or state.is_away or self._inquiry.is_host(state))
 
-def seconds_to_start(core: "SchedulerCore", state: ExecutorState, num_tokens: int, now: float) -> float:
-    """How long until this executor has computed `num_tokens` more prompt tokens, behind all it has."""
-    base, per_token = _line(core, state)
-    num_tokens += state.num_queued_tokens
-    num_running = len(state.running)
-    room = max(1, state.max_num_batched_tokens - num_running)
-    num_steps = -(-num_tokens // room)
-    under_way = state.clock.seconds_left(now)
-    if state.step_time.line is None:
-        under_way = max(under_way, state.session.num_unanswered * base / 1e6)
-    computing_us = num_steps * (base + num_running * per_token) + num_tokens * per_token
-    return under_way + computing_us / 1e6
+    def could_take(self, state: ExecutorState, seq: Sequence) -> bool:
+        """Whether this executor could let `seq` in at its next turn, as far as can be told without trying."""
+        return (
+            self.takes_newcomers(state)
+            and state.too_full_for is not seq
+            and state.suits(seq)
+            and len(state.running) + len(state.entering_padding) < state.max_num_seqs
+            and state.blocks.blocks_for(len(seq.token_ids)) <= state.blocks.num_free
+        )
 
+    def seconds_to_start(self, state: ExecutorState, num_tokens: int, now: float) -> float:
+        """How long until this executor has computed `num_tokens` more prompt tokens, behind all it has."""
+        base, per_token = self._line(state)
+        num_tokens += state.num_queued_tokens
+        num_running = len(state.running)
+        room = max(1, state.max_num_batched_tokens - num_running)
+        num_steps = -(-num_tokens // room)
+        under_way = state.clock.seconds_left(now)
+        if state.step_time.line is None:
+            under_way = max(under_way, state.session.num_unanswered * base / 1e6)
+        computing_us = num_steps * (base + num_running * per_token) + num_tokens * per_token
+        return under_way + computing_us / 1e6
 
-def _line(core: "SchedulerCore", state: ExecutorState) -> tuple[float, float]:
-    line = state.step_time.line
-    if line is not None:
-        return line
-    lines = [other.step_time.line for other in core.executors.values()]
-    return next((line for line in lines if line is not None), _NOMINAL_LINE)
+    def _line(self, state: ExecutorState) -> tuple[float, float]:
+        line = state.step_time.line
+        if line is not None:
+            return line
+        lines = [other.step_time.line for other in self._executors.values()]
+        return next((line for line in lines if line is not None), _NOMINAL_LINE)
 
 
 @dataclass(slots=True)
@@ -82,12 +89,12 @@ class _Other:
 class Turn:
     """One executor's turn among several."""
 
-    __slots__ = ("_core", "_others", "_state", "left", "look_again_at")
+    __slots__ = ("_others", "_placement", "_state", "left", "look_again_at")
 
-    def __init__(self, core: "SchedulerCore", state: ExecutorState) -> None:
-        self._core = core
+    def __init__(self, placement: Placement, state: ExecutorState) -> None:
+        self._placement = placement
         self._state = state
-        self._others = [_Other(other) for other in core.executors.values() if other is not state]
+        self._others = [_Other(other) for other in placement.others(state)]
         self.left: list[Sequence] = []  # left to others
         self.look_again_at: float | None = None  # when the first of those should have been taken
 
@@ -102,19 +109,19 @@ class Turn:
         It then counts as that one's for the rest of the turn. `num_cached_tokens`: of `seq`, here.
         """
         num_tokens = len(seq.token_ids)
-        here = seconds_to_start(self._core, self._state, num_tokens - num_cached_tokens, now)
+        here = self._placement.seconds_to_start(self._state, num_tokens - num_cached_tokens, now)
         best: tuple[float, _Other, int] | None = None
         for other in self._others:
             state = other.state
-            if len(state.running) + other.num_seqs >= state.max_num_seqs or not could_take(
-                self._core, state, seq
-            ):
+            if len(state.running) + other.num_seqs >= state.max_num_seqs:
+                continue
+            if not self._placement.could_take(state, seq):
                 continue
             soonest = here if best is None else best[0]
-            if seconds_to_start(self._core, state, other.num_tokens + 1, now) >= soonest:
+            if self._placement.seconds_to_start(state, other.num_tokens + 1, now) >= soonest:
                 continue  # not even if all of it were cached there
             num_new = num_tokens - len(state.cache.matched(seq) or ()) * state.blocks.block_size
-            there = seconds_to_start(self._core, state, other.num_tokens + num_new, now)
+            there = self._placement.seconds_to_start(state, other.num_tokens + num_new, now)
             if there < soonest:
                 best = there, other, num_new
         if best is None:

@@ -5,18 +5,14 @@ taken off while a result is outstanding: its token log must be complete, for it 
 Waiting for the result leaves the executor idle for a moment; a needless victim would cost a recompute.
 """
 
-from typing import TYPE_CHECKING
-
-from scheduler import admitting, draining, entrance, placement, policy
+from scheduler import admitting, draining, policy
 from scheduler.batching import Batching
+from scheduler.core_state import CoreState
 from scheduler.executor_state import ExecutorState
 from scheduler.sequence import Sequence
 
-if TYPE_CHECKING:
-    from scheduler.core import SchedulerCore
 
-
-def preempt_for_growth(core: "SchedulerCore", state: ExecutorState) -> bool:
+def preempt_for_growth(core: CoreState, state: ExecutorState) -> bool:
     """Preempts until every decoding sequence can grow.
 
     When nobody may be preempted, those left without a block are put off while the newcomers win their first
@@ -34,7 +30,7 @@ def preempt_for_growth(core: "SchedulerCore", state: ExecutorState) -> bool:
         _preempt_for_blocks(core, state, seq, "blocks ran out")
 
 
-def preempt_within_tenants(core: "SchedulerCore", state: ExecutorState) -> bool:
+def preempt_within_tenants(core: CoreState, state: ExecutorState) -> bool:
     """Preempts one of each tenant that its own block limit keeps from growing.
 
     One at a time is enough: it held a block at least, and those left want one each. The last one left to
@@ -51,14 +47,14 @@ def preempt_within_tenants(core: "SchedulerCore", state: ExecutorState) -> bool:
     return True
 
 
-def _preempt_for_blocks(core: "SchedulerCore", state: ExecutorState, seq: Sequence, why: str) -> None:
+def _preempt_for_blocks(core: CoreState, state: ExecutorState, seq: Sequence, why: str) -> None:
     if not seq.is_padding:
         core.counters.preemptions += 1
         seq.num_preemptions += 1
     core.preempt(state, seq, why)
 
 
-def displace_for_next(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
+def displace_for_next(core: CoreState, state: ExecutorState, now: float) -> bool:
     """Displaces the less important for the next one who waits."""
     if core.batching is not Batching.ITERATION or state.is_draining:
         return True
@@ -66,14 +62,13 @@ def displace_for_next(core: "SchedulerCore", state: ExecutorState, now: float) -
     head = admitting.next_one(core, state, now) if least is not None else None
     if head is None or least is None or head.request.priority >= least:
         return True
-    others = (other for other in core.executors.values() if other is not state)
-    if any(placement.could_take(core, other, head) for other in others):
+    if any(core.placement.could_take(other, head) for other in core.placement.others(state)):
         return True  # another executor has room for it
-    if core.inquiry and core.inquiry.may_keep_out(core, state):
+    if core.inquiry and core.inquiry.may_keep_out(state):
         return True  # it could not enter
     if admitting.tokens_left_to(core, state, head, now) <= 0:
         return True  # it would get its seat and none of the tokens: a later step has some
-    chosen = entrance.who_makes_way(core, state, head)
+    chosen = core.entrance.who_makes_way(state, head)
     if chosen and admitting.is_too_late(core, head, now):
         admitting.put_behind(core, head)
         return True
@@ -87,9 +82,9 @@ def displace_for_next(core: "SchedulerCore", state: ExecutorState, now: float) -
     return True
 
 
-def move_off_draining(core: "SchedulerCore", state: ExecutorState, now: float) -> bool:
+def move_off_draining(core: CoreState, state: ExecutorState, now: float) -> bool:
     """Gives those that it will not finish to the others."""
-    movers = draining.who_must_move(core, state, now)
+    movers = draining.who_must_move(state, core.placement.others(state), core.lengths, now)
     if movers and state.session.num_unanswered:
         return False
     for seq in movers:

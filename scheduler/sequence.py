@@ -121,6 +121,17 @@ class Finish:
     status_code: StatusCode = StatusCode.OK
     retry_after_seconds: float | None = None
 
+    @classmethod
+    def past_deadline(cls) -> "Finish":
+        """The deadline of its call has passed."""
+        message = "the deadline of the call has passed"
+        return cls(FinishReason.DEADLINE, message=message, status_code=StatusCode.DEADLINE_EXCEEDED)
+
+    @classmethod
+    def failed(cls, status_code: StatusCode, message: str) -> "Finish":
+        """It cannot go on; `message`: a sentence for the client."""
+        return cls(FinishReason.ERROR, message=message, status_code=status_code)
+
 
 @dataclass(frozen=True, slots=True)
 class Follower:

@@ -45,6 +45,16 @@ class Policy(Enum):
     DEADLINE = "deadline"  # least slack: what must start soonest to be done in time
 
 
+class Hold(Enum):
+    """What keeps a parked sequence from being served, beside another one that computes its beginning."""
+
+    SEARCH = "search"  # executors may die of it (`inquiry`)
+    STRANDED = "stranded"  # no executor that is there can ever compute it (`stranded`)
+
+
+_NO_HOLDS: frozenset[Hold] = frozenset()
+
+
 class _TenantHeaps:
     """Sequences in one order: a heap for each tenant, and one of the tenants, by the first of each."""
 
@@ -181,11 +191,16 @@ class WaitingQueue:
         policy: Policy = Policy.FCFS,
         aging_seconds: float | None = None,
         on_aside: Callable[[Tenant], None] = lambda _: None,
+        on_hold: Callable[[Sequence], None] = lambda _: None,
     ) -> None:
-        """`on_aside`: called when a tenant is set aside, and when it is recalled."""
+        """`on_aside`: called when a tenant is set aside, and when it is recalled.
+
+        `on_hold`: called when something holds a sequence from now on.
+        """
         self._policy = policy
         self._aging_seconds = aging_seconds
         self._on_aside = on_aside
+        self._on_hold = on_hold
         self._classes: dict[_Name, _Class] = {}
         self._turn_at: dict[int, float] = {}  # when each importance class last had a turn before a better one
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
@@ -194,7 +209,7 @@ class WaitingQueue:
         self._contests: dict[int, Contest] = {}  # by importance class: who waits there and is not aside
         self._held_back: set[Tenant] = set()  # those aside, and those recalled and not looked at since
         self.num_held_back = 0  # who waits of them
-        self.parked: dict[Sequence, None] = {}  # those that are not served before `unpark`
+        self.parked: dict[Sequence, frozenset[Hold]] = {}  # those that are not served for now
         self.num_tokens = 0  # of all that wait: what is known of them stays as it is until they enter
         self.counts: dict[tuple[int, str], int] = {}  # who waits, by importance class and tenant
 
@@ -264,19 +279,36 @@ class WaitingQueue:
         self._turn_at[seq.request.priority] = now
 
     def park(self, seq: Sequence) -> None:
-        """`seq` still waits, but is not served before `unpark`."""
+        """`seq` still waits, but is not served before `unpark`: it leaves something to another one."""
         if seq not in self.parked:
             self._entry_of[seq] = _PARKED
             self._let_pass(seq)
-            self.parked[seq] = None
+            self.parked[seq] = _NO_HOLDS
 
     def unpark(self, seq: Sequence) -> bool:
-        """Back into its place, if it still waits and was parked."""
-        if self._entry_of.get(seq) != _PARKED:
+        """Back into its place, if it still waits and was parked, and nothing holds it."""
+        if not self.is_parked_freely(seq):
             return False
         del self.parked[seq]
         self._add_entry(seq)
         return True
+
+    def is_parked_freely(self, seq: Sequence) -> bool:
+        """Whether `seq` is parked, and nothing but another one keeps it there."""
+        return self.parked.get(seq) is _NO_HOLDS
+
+    def hold(self, seq: Sequence, why: Hold) -> None:
+        """`seq` still waits, but is not served before `let_go` for the same reason. It follows nobody."""
+        self.park(seq)
+        self.parked[seq] |= {why}
+        self._on_hold(seq)
+
+    def let_go(self, seq: Sequence, why: Hold) -> None:
+        """This does not hold `seq` any more, if it did: back into its place, unless something else does."""
+        holds = self.parked.get(seq, _NO_HOLDS)
+        if why in holds:
+            self.parked[seq] = holds - {why} or _NO_HOLDS
+            self.unpark(seq)
 
     def reorder(self, seq: Sequence) -> None:
         """What decides about the place of `seq`, which waits, has changed."""

@@ -6,7 +6,6 @@ from array import array
 
 import pytest
 
-from scheduler import entrance
 from scheduler.door import RefusedError
 from scheduler.policy import Limits
 from scheduler.sequence import FinishReason, Request, Sequence, State, StatusCode
@@ -474,7 +473,7 @@ def test_the_door_makes_one_name_however_long_the_prompt() -> None:
     h.submit("first", document, 2, ignore_eos=True)
     h.run_to_end()
     seq = Sequence.of(h.request("next", document, 2), h.core.tenants.get("", h.now), NO_IDS, 0)
-    assert entrance.least_service(h.core, seq) < 0.001
+    assert h.core.slack.least_service(seq) < 0.001
     assert len(seq.block_keys) == 1
 
 

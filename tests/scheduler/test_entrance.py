@@ -424,21 +424,6 @@ def test_who_made_way_does_not_come_back_before_those_it_made_way_for(waited: fl
 # --- deadlines ------------------------------------------------------------------------------------------
 
 
-def test_the_latest_start_is_the_deadline_less_the_measured_service_and_its_margin() -> None:
-    h = Harness(limits(policy=Policy.DEADLINE), num_blocks=256)
-    never = h.submit("no deadline", prompt(10), 5, ignore_eos=True)
-    unknown = h.submit("unknown", prompt(10, 1), 5, deadline=50.0, ignore_eos=True)
-    assert never.latest_start == float("inf")
-    assert unknown.latest_start == 50.0, "nothing was measured yet"
-    for i in range(20):
-        h.submit(f"r{i}", prompt(3 + i, i), 3, ignore_eos=True)
-    h.run_to_end()
-    seq = h.submit("A", prompt(30), 10, deadline=50.0, ignore_eos=True)
-    # 30 tokens of 10 µs, and three steps of 110 µs: others ended after three or so.
-    service = 30 * 10e-6 + 3 * 110e-6
-    assert 50.0 - seq.latest_start == pytest.approx(entrance.SERVICE_MARGIN * service, rel=0.01)
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_under_the_deadline_policy_a_call_that_is_made_again_has_its_new_place(is_late: bool) -> None:
     h = Harness(limits(policy=Policy.DEADLINE), max_num_seqs=1)

@@ -127,14 +127,14 @@ def test_ending_a_line_one_by_one_looks_at_each_of_it_a_few_times(monkeypatch: p
     """Not each time at all that are left: thousands may wait for one prompt."""
     h = behind_a_leader(f"a{i}" for i in range(400))
     looks = 0
-    is_a_follower = h.core.is_a_follower
+    is_parked_freely = h.core.waiting.is_parked_freely
 
     def counted(seq: Sequence) -> bool:
         nonlocal looks
         looks += 1
-        return is_a_follower(seq)
+        return is_parked_freely(seq)
 
-    monkeypatch.setattr(h.core, "is_a_follower", counted)
+    monkeypatch.setattr(h.core.waiting, "is_parked_freely", counted)
     for name in list(h.sequences):
         give_up(h, name)
     assert not h.core.waiting

@@ -52,7 +52,7 @@ def test_an_executor_that_is_too_small_for_the_suspects_is_not_their_host() -> N
 def test_a_host_that_goes_away_gives_the_part_to_another() -> None:
     fleet, suspects = fleet_with_two_suspects()
     state = fleet.core.executors["big1"]
-    assert fleet.core.inquiry.only_these(fleet.core, state, fleet.now) is not None
+    assert fleet.core.inquiry.only_these(state, fleet.now) is not None
     state.is_draining, state.leaves_at = True, fleet.now + 3600
     fleet.attach("big3", **BIG)
     fleet.plan("big3")

@@ -9,11 +9,12 @@ from scheduler.running_scheduler import RunningScheduler
 from scheduler.sequence import FinishReason
 from scheduler.tenants import TenantLimits
 from tests.rig.scrape import Scrape, parsed
+from tests.scheduler.fleet import Fleet
 from tests.scheduler.harness import EXECUTOR, Harness
 
 
 class Told:
-    def __init__(self, harness: Harness) -> None:
+    def __init__(self, harness: Harness | Fleet) -> None:
         self.metrics = SchedulerMetrics(RunningScheduler(harness.core, on_serving=lambda *_: None))
 
     def collect(self) -> list[object]:
@@ -67,6 +68,18 @@ def test_steps_queue_time_and_ends_are_counted() -> None:
     assert now.value("batch_size_count") == now.value("step_time_seconds_count") > 0
     assert now.value("kv_blocks") == 64
     assert now.value("kv_blocks", state="held") == 0
+
+
+def test_who_can_be_computed_by_no_executor_that_is_there_waits_for_an_executor() -> None:
+    fleet = Fleet()
+    fleet.attach("big", max_seq_len=300, num_blocks=200)
+    for number in range(2):
+        fleet.submit(f"long{number}", [number] * 20, 100)
+    fleet.plan("big")
+    fleet.attach("small", max_seq_len=40, num_blocks=200)
+    fleet.lose("big")
+    waiting = Told(fleet).metrics.waiting_by_reason()
+    assert {reason: count for reason, count in waiting.items() if count} == {"queued_for_executor": 2}
 
 
 def test_a_cancel_tells_how_many_steps_still_compute_it() -> None:

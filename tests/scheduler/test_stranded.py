@@ -6,6 +6,7 @@ import pytest
 
 from scheduler.door import RefusedError
 from scheduler.explain import Reason
+from scheduler.policy import Admission, Limits
 from scheduler.sequence import FinishReason, Sequence, State, StatusCode
 from tests.rig.checking_executor import capacity
 from tests.scheduler.fleet import Fleet
@@ -15,10 +16,13 @@ SMALL = {"max_seq_len": 40, "num_blocks": 200}
 ABLE = frozenset({"constraints"})
 
 
+def patient(timeout_seconds: float) -> Limits:
+    return Limits(watermark=0.0, admission=Admission.OPTIMISTIC, recovery_timeout_seconds=timeout_seconds)
+
+
 def fleet_with_long_one(timeout_seconds: float = 60.0) -> tuple[Fleet, Sequence]:
     """It ran at the big executor, which is lost; a small one is there."""
-    fleet = Fleet()
-    fleet.core.limits = replace(fleet.core.limits, recovery_timeout_seconds=timeout_seconds)
+    fleet = Fleet(patient(timeout_seconds))
     fleet.attach("big", **BIG)
     long = fleet.submit("long", [1] * 20, 100)
     fleet.plan("big")
@@ -50,8 +54,7 @@ def test_it_is_given_up_when_nobody_who_could_comes_back_in_time() -> None:
 
 
 def test_without_patience_it_ends_at_once() -> None:
-    fleet = Fleet()
-    fleet.core.limits = replace(fleet.core.limits, recovery_timeout_seconds=0.0)
+    fleet = Fleet(patient(0.0))
     fleet.attach("big", **BIG)
     long = fleet.submit("long", [1] * 20, 100)
     fleet.attach("small", **SMALL)

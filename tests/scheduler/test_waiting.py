@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scheduler import waiting as waiting_queue
 from scheduler.sequence import Event, Sequence
 from scheduler.tenants import Tenant, TenantLimits
-from scheduler.waiting import Policy, WaitingQueue
+from scheduler.waiting import Hold, Policy, WaitingQueue
 from tests.scheduler.sequences import waiting
 
 
@@ -37,10 +37,11 @@ class WaitingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.told: dict[Tenant, int] = {}
-        self.queue = WaitingQueue(self.policy, self.aging, self.on_aside)
+        self.held: list[Sequence] = []  # as told, and not yet looked at
+        self.queue = WaitingQueue(self.policy, self.aging, self.on_aside, self.held.append)
         self.tenants = [Tenant(name, TenantLimits()) for name in "abc"]
         self.model: list[Sequence] = []
-        self.parked: list[Sequence] = []
+        self.parked: dict[Sequence, set[Hold]] = {}
         self.away: list[Sequence] = []
         self.aside: dict[Tenant, Sequence] = {}  # whom the limit of its tenant stopped
         self.held_back: set[Tenant] = set()
@@ -143,7 +144,7 @@ class WaitingMachine(RuleBasedStateMachine):
         self.model.remove(seq)
         self.goes(seq)
         if seq in self.parked:
-            self.parked.remove(seq)
+            del self.parked[seq]
         seq.move(Event.ABORT)
 
     @precondition(lambda self: len(self.model) > len(self.parked))
@@ -151,17 +152,42 @@ class WaitingMachine(RuleBasedStateMachine):
     def park(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from([seq for seq in self.model if seq not in self.parked]))
         self.queue.park(seq)
-        self.parked.append(seq)
+        self.parked[seq] = set()
         self.goes(seq)
 
     @precondition(lambda self: self.parked)
     @rule(data=st.data())
     def unpark(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from(self.parked))
-        self.parked.remove(seq)
-        assert self.queue.unpark(seq)
-        assert not self.queue.unpark(seq)
-        self.has_new_place(seq)
+        seq = data.draw(st.sampled_from(list(self.parked)))
+        assert self.queue.is_parked_freely(seq) == (not self.parked[seq])
+        assert self.queue.unpark(seq) == (not self.parked[seq])
+        if not self.parked[seq]:
+            del self.parked[seq]
+            assert not self.queue.unpark(seq)
+            self.has_new_place(seq)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), why=st.sampled_from(Hold))
+    def hold(self, data: st.DataObject, why: Hold) -> None:
+        seq = data.draw(st.sampled_from(self.model))
+        self.queue.hold(seq, why)
+        assert self.held.pop() is seq
+        if seq not in self.parked:
+            self.parked[seq] = set()
+            self.goes(seq)
+        self.parked[seq].add(why)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), why=st.sampled_from(Hold))
+    def let_go(self, data: st.DataObject, why: Hold) -> None:
+        """Whether this holds it, something else does too, or nothing at all."""
+        seq = data.draw(st.sampled_from([*self.parked, *self.model]))
+        self.queue.let_go(seq, why)
+        holds = self.parked.get(seq, set())
+        if holds == {why}:
+            del self.parked[seq]
+            self.has_new_place(seq)
+        holds.discard(why)
 
     @precondition(lambda self: self.queue.peek(self.now) is not None)
     @rule()

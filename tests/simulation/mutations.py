@@ -16,6 +16,7 @@ from router import scheduler_session as router_sessions
 from scheduler import (
     blocks,
     core,
+    core_state,
     door,
     executor_session,
     lease,
@@ -106,7 +107,7 @@ def _changed_in_window(state: Any, plan: plans.BatchPlan, **fields: Any) -> plan
 
 
 def _reuses_seq_ids(enter: Any) -> Any:
-    def broken(self: core.SchedulerCore, state: Any, seq: Sequence, *rest: Any) -> None:
+    def broken(self: core_state.CoreState, state: Any, seq: Sequence, *rest: Any) -> None:
         if seq.num_preemptions:
             state.next_seq_id -= 1
         enter(self, state, seq, *rest)
@@ -115,7 +116,7 @@ def _reuses_seq_ids(enter: Any) -> Any:
 
 
 def _releases_nobody(leave: Any) -> Any:
-    def broken(self: core.SchedulerCore, *args: Any, tell_executor: bool, **more: Any) -> None:
+    def broken(self: core_state.CoreState, *args: Any, tell_executor: bool, **more: Any) -> None:
         leave(self, *args, tell_executor=False, **more)
 
     return broken
@@ -151,7 +152,7 @@ def _excuses_nobody(_: Any) -> Any:
 
 
 def _ends_all_choices_as_if_executors_knew(end: Any) -> Any:
-    def broken(self: core.SchedulerCore, seq: Sequence, finish: Any, event: Any) -> None:
+    def broken(self: core_state.CoreState, seq: Sequence, finish: Any, event: Any) -> None:
         is_guilty = finish.status_code is StatusCode.INTERNAL and event is Event.ABORT
         end(self, seq, finish, Event.FAIL if is_guilty else event)
 
@@ -229,9 +230,9 @@ def _recomputes_the_prompt_alone(_: Any) -> Any:
 
 
 def _preempts_with_results_out(preempt_for_growth: Any) -> Any:
-    def broken(scheduler: core.SchedulerCore, state: Any) -> Any:
+    def broken(core: core_state.CoreState, state: Any) -> Any:
         with mock.patch.object(executor_session.ExecutorSession, "num_unanswered", 0):
-            return preempt_for_growth(scheduler, state)
+            return preempt_for_growth(core, state)
 
     return broken
 
@@ -325,11 +326,11 @@ def _never_steps_down(_: Any) -> Any:
 
 
 def _parks_nobody(_: Any) -> Any:
-    return lambda self, core, seq, now: None
+    return lambda self, seq, now: None
 
 
 def _gives_up_at_once(_: Any) -> Any:
-    return lambda self, core, now: [(seq, "nobody can hold it") for seq in self._since]
+    return lambda self, now: [(seq, "nobody can hold it") for seq in self._since]
 
 
 def _counts_the_accepted_as_new(check_fits: Any) -> Any:
@@ -356,8 +357,8 @@ MUTATIONS = (
     Mutation("a result is not acknowledged", core.SchedulerCore, "_plan", _acknowledges_nothing, 0),
     Mutation("a release is forgotten", core.SchedulerCore, "_plan", _forgets_releases, 2),
     Mutation("ghosts are forgotten", core.SchedulerCore, "_plan", _forgets_ghosts, 0),
-    Mutation("a seq_id is used twice", core.SchedulerCore, "enter", _reuses_seq_ids, 105),
-    Mutation("who is given up is not released", core.SchedulerCore, "_leave", _releases_nobody, 2),
+    Mutation("a seq_id is used twice", core_state.CoreState, "enter", _reuses_seq_ids, 105),
+    Mutation("who is given up is not released", core_state.CoreState, "_leave", _releases_nobody, 2),
     Mutation(
         "an answer that does not fit casts suspicion on nobody",
         executor_session.ExecutorSession,
@@ -370,7 +371,7 @@ MUTATIONS = (
     Mutation("nobody is excused", suspects.Suspects, "_is_excused", _excuses_nobody, 20),
     Mutation(
         "a guilty request's choices elsewhere go on",
-        core.SchedulerCore,
+        core_state.CoreState,
         "_end",
         _ends_all_choices_as_if_executors_knew,
         262,

@@ -1,0 +1,66 @@
+"""When a waiting sequence must begin to be done by its deadline, and what it takes at the least.
+
+Both follow from the measured step times (`step_time`), from how long answers are (`forecast`), and from what
+is cached of its prompt. Pure.
+"""
+
+from collections.abc import Callable, Mapping
+
+from scheduler.executor_state import ExecutorState
+from scheduler.forecast import LengthModel
+from scheduler.sequence import Sequence
+from scheduler.waiting import Policy
+
+# Half of all answers are longer than expected: begun without a margin they end late, and made others late.
+# 1.5 did best of 1, 1.5, 2 and 3 on the Azure conversation trace (docs/results.md).
+SERVICE_MARGIN = 1.5
+
+NumCached = Callable[[ExecutorState], int]  # tokens that need no computing there
+
+
+class Slack:
+    """Reads executors and lengths, changes nothing."""
+
+    __slots__ = ("_executors", "_lengths", "_policy")
+
+    def __init__(self, policy: Policy, executors: Mapping[str, ExecutorState], lengths: LengthModel) -> None:
+        self._policy = policy
+        self._executors = executors
+        self._lengths = lengths
+
+    def latest_start(self, seq: Sequence) -> float:
+        """When `seq` must begin to be done by its deadline; never, when it has none or nobody orders by it.
+
+        What is cached of it counts as far as its names are made: of a new one, not before its turn.
+        """
+        return self._latest_start(seq, lambda state: state.cache.num_found(seq))
+
+    def latest_start_at_best(self, seq: Sequence) -> float:
+        """When it must begin if all of its beginning that may be cached is."""
+        return self._latest_start(seq, lambda state: state.cache.num_found_at_most(seq))
+
+    def least_service(self, seq: Sequence) -> float:
+        """Seconds that `seq` will take at the least: for one token, with all cached that may be."""
+        return self._service(seq, 1, lambda state: state.cache.num_found_at_most(seq))
+
+    def _latest_start(self, seq: Sequence, num_cached: NumCached) -> float:
+        deadline = seq.request.deadline
+        if deadline is None or self._policy is not Policy.DEADLINE:
+            return float("inf")
+        num_new_tokens = self._lengths.remaining(seq.num_output_tokens, seq.request.max_tokens)
+        return deadline - SERVICE_MARGIN * self._service(seq, num_new_tokens, num_cached)
+
+    def _service(self, seq: Sequence, num_new_tokens: int, num_cached: NumCached) -> float:
+        """Seconds until `seq`, once it runs, has put out so many more tokens, by the measured step times.
+
+        0 while nothing was measured.
+        """
+        times = []
+        for state in self._executors.values():
+            line = state.step_time.line
+            if line is not None:
+                base, per_token = line
+                width = max(1, len(state.running))
+                decoding = num_new_tokens * (base + width * per_token)
+                times.append(((len(seq.token_ids) - num_cached(state)) * per_token + decoding) / 1e6)
+        return min(times, default=0.0)
