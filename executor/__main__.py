@@ -4,6 +4,8 @@ If the model is shared out over several processes, this is one of its ranks: the
 follow it.
 """
 
+import rpc.early_stop  # noqa: F401 # isort: skip - before the imports that take seconds
+
 import asyncio
 import os
 import sys

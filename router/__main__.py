@@ -1,5 +1,7 @@
 """Starts a router: `python -m router --model PATH --scheduler ADDRESS`."""
 
+import rpc.early_stop  # noqa: F401 # isort: skip - before the imports that take seconds
+
 import sys
 import uuid
 from functools import partial

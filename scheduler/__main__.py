@@ -1,5 +1,7 @@
 """`python -m scheduler`: one scheduler process."""
 
+import rpc.early_stop  # noqa: F401 # isort: skip - before the imports that take seconds
+
 import asyncio
 import functools
 import secrets
