@@ -17,6 +17,8 @@ from scheduler.rows import Rows
 from scheduler.sequence import Event, Sequence
 from scheduler.waiting import Policy
 
+MAX_PUT_BEHIND = 500  # sequences found to be too late in one plan: a step must stay short
+
 
 def give_out(
     core: CoreState,
@@ -135,7 +137,10 @@ def next_one(
         seq = core.recovery_pace.next(state, core.waiting, now, may_recompute=may_recompute)
         if seq is None or not _is_late(seq, now) or core.slack.latest_start_at_best(seq) >= now:
             return seq
-        put_behind(core, seq)
+        if state.num_put_behind >= MAX_PUT_BEHIND:
+            state.is_still_looking = True
+            return None
+        put_behind(core, state, seq)
 
 
 def _is_late(seq: Sequence, now: float) -> bool:
@@ -148,8 +153,9 @@ def is_too_late(core: CoreState, seq: Sequence, now: float) -> bool:
     return _is_late(seq, now) and core.slack.latest_start(seq) < now
 
 
-def put_behind(core: CoreState, seq: Sequence) -> None:
+def put_behind(core: CoreState, state: ExecutorState, seq: Sequence) -> None:
     """`seq` is too late: it comes after those that are not."""
+    state.num_put_behind += 1
     seq.latest_start = math.inf
     core.waiting.reorder(seq)
     core.hand_on(seq)
@@ -211,7 +217,7 @@ def _let_in(
             return False
         case entrance.Fits(matched):
             if is_too_late(core, seq, now):
-                put_behind(core, seq)
+                put_behind(core, state, seq)
                 return True
             num_cached_tokens = len(matched) * state.blocks.block_size
             if turn is not None and turn.give_away(seq, num_cached_tokens, now):

@@ -237,16 +237,18 @@ class SchedulerCore(CoreState):
         """The next plan for this executor, or None: a full window, too early, or nothing to say.
 
         After None the executor's state says when to ask again, if not at the next event:
-            held_until      it was too early: at this time
-            look_again_at   it is idle and left a sequence to another executor: at this time
-            is_hashing      a long prompt is being hashed in slices: at once, after a turn of the event loop
+            held_until        it was too early: at this time
+            look_again_at     it is idle and left a sequence to another executor: at this time
+            is_still_looking  whom to admit takes longer to find out than a step may last: at once, after a
+                              turn of the event loop
 
         Raises SessionBrokenError when the executor has failed to end a sequence, BlockError when blocks and
         holders were found to disagree.
         """
         self._now = now
         state = self.executors[executor_id]
-        state.is_hashing = False
+        state.is_still_looking = False
+        state.num_put_behind = 0
         if state.fault is not None:
             raise state.fault
         if not self._may_send(state, now) or not self._clear_the_way(state):

@@ -1,7 +1,7 @@
 """Who may enter the batch of one executor now, and who makes way for whom.
 
 Changes only what it found out: the queue's marks for those who are passed over, whom a sequence follows in
-the prefix cache, and the executor state's `is_hashing` and `too_full_for`. Pure.
+the prefix cache, and the executor state's `is_still_looking` and `too_full_for`. Pure.
 """
 
 import math
@@ -83,7 +83,7 @@ class Entrance:
         self._waiting.let_through(seq.tenant)
         matched = state.cache.matched(seq)
         if matched is None:
-            state.is_hashing = True
+            state.is_still_looking = True
             return Hashing()
         leader = _leader(state, seq, matched) if follows else None
         if leader is not None:

@@ -189,8 +189,8 @@ class Epoch:
                 await stream.send(message)
                 if plan.step_id % AUDIT_STEPS == 0:
                     audit.check_counts(state)
-            elif state.is_hashing and not state.session.num_unanswered:
-                await asyncio.sleep(0)  # a long prompt is hashed in slices: let others in between
+            elif state.is_still_looking and not state.session.num_unanswered:
+                await asyncio.sleep(0)  # what takes long is done in slices: let others in between
             else:
                 break
         audit.check_idle(state)

@@ -36,7 +36,7 @@ class ExecutorState:
         "held_until",
         "is_away",
         "is_draining",
-        "is_hashing",
+        "is_still_looking",
         "leaves_at",
         "left",
         "look_again_at",
@@ -44,6 +44,7 @@ class ExecutorState:
         "max_num_batched_tokens",
         "max_num_seqs",
         "next_seq_id",
+        "num_put_behind",
         "num_queued_tokens",
         "num_running_of",
         "pace",
@@ -110,7 +111,10 @@ class ExecutorState:
         self.made_way_for: Sequence | None = None  # who enters first in this plan
         self.crowded: dict[Tenant, None] = {}  # their own block limit stops them
         self.fault: BlockError | None = None  # blocks and holders disagree: the epoch must end
-        self.is_hashing = False  # a long prompt waits for its names: plan again even if nothing else happens
+        # Whom to admit is not known yet: a long prompt is still being hashed, or very many are found to be
+        # too late. Plan again even if nothing else happens.
+        self.is_still_looking = False
+        self.num_put_behind = 0  # of the latter, in this plan
         self.previous_step_us = 0  # of the newest answered step that had rows, for those who watch
         self.previous_idle_us = 0
 

@@ -70,7 +70,7 @@ def displace_for_next(core: CoreState, state: ExecutorState, now: float) -> bool
         return True  # it would get its seat and none of the tokens: a later step has some
     chosen = core.entrance.who_makes_way(state, head)
     if chosen and admitting.is_too_late(core, head, now):
-        admitting.put_behind(core, head)
+        admitting.put_behind(core, state, head)
         return True
     if chosen and state.session.num_unanswered:
         return False

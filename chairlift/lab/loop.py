@@ -206,8 +206,8 @@ class LogicalLoop:
                 plan = self.core.schedule(state.executor_id, self.now)
                 if plan is not None:
                     self._begin(executor, plan)
-                elif state.session.num_unanswered or not state.is_hashing:
-                    break  # else a long prompt waits for its names, and nothing else will happen
+                elif state.session.num_unanswered or not state.is_still_looking:
+                    break  # else nothing will happen before it has been asked again
 
     def _begin(self, executor: _Executor, plan: BatchPlan) -> None:
         """Its steps come one after the other. A plan without rows only tells who has gone."""

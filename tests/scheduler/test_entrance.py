@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from scheduler import entrance
+from scheduler import admitting, entrance
 from scheduler.batching import Batching
 from scheduler.explain import Reason
 from scheduler.policy import Admission, Limits
@@ -306,6 +306,33 @@ def test_nobody_makes_way_before_the_step_in_which_the_head_has_tokens() -> None
     assert h.core.counters.displacements == 1
     h.run_to_end()
     h.check_outputs()
+
+
+def test_many_that_become_too_late_at_once_are_put_behind_over_several_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admitting, "MAX_PUT_BEHIND", 4)
+    h = Harness(limits(policy=Policy.DEADLINE), max_num_seqs=1)
+    for i in range(10):
+        h.submit(f"warm{i}", prompt(3 + i, i), 3, ignore_eos=True)
+    h.run_to_end()
+    running = h.submit("running", prompt(2), 60, ignore_eos=True)
+    h.step()
+    late_at = h.now + 50
+    for i in range(10):
+        h.submit(f"late{i}", prompt(3, i), 9, ignore_eos=True, deadline=late_at)
+    on_time = h.submit("on time", prompt(2, 51), 3, ignore_eos=True, deadline=h.now + 500)
+    h.now = late_at - 0.0001
+    h.core.cancel(running.request.key, FinishReason.ABORT, h.now)
+    state = h.core.executors[EXECUTOR]
+    h.plan()  # tells the executor of the one that has gone
+    h.result()
+    for _ in range(2):
+        assert state.is_still_looking
+        assert not state.running
+        h.plan()
+    assert not state.is_still_looking
+    assert list(state.running.values()) == [on_time]
 
 
 def test_nobody_makes_way_for_one_that_is_put_behind_as_too_late() -> None:

@@ -234,7 +234,7 @@ def test_a_very_long_prompt_is_hashed_over_several_steps() -> None:
     other = h.submit("other", prompt(10), 2, ignore_eos=True)
     h.plan()
     assert seq.state is State.WAITING
-    assert h.core.executors[EXECUTOR].is_hashing
+    assert h.core.executors[EXECUTOR].is_still_looking
     h.run_to_end()
     h.check_outputs()
     assert seq.num_cached_tokens == 29_984
@@ -248,10 +248,10 @@ def test_a_long_prompt_that_is_given_up_while_it_is_hashed_leaves_nothing_to_pla
     serve(h, "first", ids, max_tokens=2)
     seq = h.submit("second", ids, 2, ignore_eos=True)
     h.plan()
-    assert h.core.executors[EXECUTOR].is_hashing
+    assert h.core.executors[EXECUTOR].is_still_looking
     h.core.cancel(seq.request.key, FinishReason.ABORT, h.now)
     h.plan()
-    assert not h.core.executors[EXECUTOR].is_hashing
+    assert not h.core.executors[EXECUTOR].is_still_looking
 
 
 def test_hits_are_counted_once_and_honestly() -> None:
