@@ -19,11 +19,13 @@ is swept out when it comes up. So neither a step nor a cancel depends on how man
 through those of one who is given up, once). Pure.
 """
 
+import bisect
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from operator import itemgetter
 
 from scheduler.sequence import Sequence, State
 from scheduler.tenants import Contest, Tenant
@@ -153,9 +155,9 @@ class _TenantHeaps:
         self._num_entries = sum(map(len, self._heaps.values()))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Class:
-    """The waiting sequences of one importance class."""
+    """Waiting sequences of one importance class: all or none recover, all for the same executors."""
 
     priority: int
     is_recovering: bool
@@ -167,6 +169,10 @@ class _Class:
     def name(self) -> _Name:
         """Its key."""
         return self.priority, self.is_recovering, self.only_at
+
+    def is_seen_by(self, executor_id: str | None) -> bool:
+        """Whether this executor can compute its sequences; None stands for any."""
+        return self.only_at is None or executor_id is None or executor_id in self.only_at
 
 
 def _by_key(_: Tenant, key: Key) -> Key:
@@ -202,6 +208,9 @@ class WaitingQueue:
         self._on_aside = on_aside
         self._on_hold = on_hold
         self._classes: dict[_Name, _Class] = {}
+        self._ladder: list[int] = []  # the importance classes that somebody stands in, the best first
+        self._on_rung: dict[int, list[_Class]] = {}  # the parts of each
+        self._oldest: list[tuple[float, int, Sequence]] = []  # a heap of all, by how long they have waited
         self._turn_at: dict[int, float] = {}  # when each importance class last had a turn before a better one
         self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
         self._next_entry = 0
@@ -264,14 +273,15 @@ class WaitingQueue:
         """
         priority = seq.request.priority
         seq.importance = priority
-        if passes or any(
-            better.priority < priority
-            and self._head(better) is not None
-            and (better.only_at is None or at is None or at in better.only_at)
-            for better in list(self._classes.values())
-        ):
+        if passes or self._has_head_above(priority, at):
             self.take_turn(seq, self.importance(seq, now), now)
         self.remove(seq)
+
+    def _has_head_above(self, priority: int, at: str | None) -> bool:
+        """Whether somebody more important is served next in its class, and can be computed there."""
+        better = self._ladder[: bisect.bisect_left(self._ladder, priority)]
+        parts = [of_class for rung in better for of_class in self._on_rung[rung]]
+        return any(of_class.is_seen_by(at) and self._head(of_class) is not None for of_class in parts)
 
     def take_turn(self, seq: Sequence, importance: float, now: float) -> None:
         """The turn that its class has won is that of `seq`, until its prompt is computed."""
@@ -396,8 +406,15 @@ class WaitingQueue:
             by_turn = _TenantHeaps(self._entry_of, self._aside, rank)
             by_age = _TenantHeaps(self._entry_of, self._aside, _by_key)
             of_class = self._classes[name] = _Class(*name, by_turn, by_age)
+            if of_class.priority not in self._on_rung:
+                bisect.insort(self._ladder, of_class.priority)
+            self._on_rung.setdefault(of_class.priority, []).append(of_class)
         of_class.by_turn.push(self._key(seq), self._next_entry, seq)
         of_class.by_age.push((seq.waiting_since,), self._next_entry, seq)
+        heapq.heappush(self._oldest, (seq.waiting_since, self._next_entry, seq))
+        if len(self._oldest) > _SLACK + 2 * len(self._entry_of):
+            self._oldest = [item for item in self._oldest if self._entry_of.get(item[2]) == item[1]]
+            heapq.heapify(self._oldest)
         stopped = self._aside.get(seq.tenant)
         if stopped is not None and (seq is stopped or self._comes_before(seq, stopped)):
             self.recall(seq.tenant)
@@ -414,24 +431,22 @@ class WaitingQueue:
 
         `at`: among those that this executor can compute; `skip_recovering`: that did not lose theirs.
         """
-        heads = [
-            (of_class, head)
-            for of_class in list(self._classes.values())
-            if not (skip_recovering and of_class.is_recovering)
-            and (head := self._head(of_class)) is not None
-            and (of_class.only_at is None or at is None or at in of_class.only_at)
-        ]
-        if len(heads) <= 1:
-            return heads[0][1] if heads else None
-        best = min(of_class.priority for of_class, _ in heads)
-
-        def rank(item: tuple[_Class, Sequence]) -> tuple[float, int, bool, Key]:
-            of_class = item[0]
-            aged = self._improvement(of_class, now) if of_class.priority > best else 0.0
-            in_policy = of_class.by_turn.best_rank
-            return (of_class.priority - aged, of_class.priority, not of_class.is_recovering, in_policy)
-
-        return min(heads, key=rank)[1]
+        best: int | None = None
+        heads: list[tuple[tuple[float, int, bool, Key], Sequence]] = []
+        for priority in self._ladder.copy():
+            if best is not None and priority > best + self._most_improvement(now):
+                break  # nobody from here on has waited for long enough
+            for of_class in self._on_rung[priority].copy():
+                if (skip_recovering and of_class.is_recovering) or not of_class.is_seen_by(at):
+                    continue
+                head = self._head(of_class)
+                if head is None:
+                    continue
+                best = priority if best is None else best
+                aged = self._improvement(of_class, now) if priority > best else 0.0
+                rank = (priority - aged, priority, not of_class.is_recovering, of_class.by_turn.best_rank)
+                heads.append((rank, head))
+        return min(heads, key=itemgetter(0))[1] if heads else None
 
     def importance(self, seq: Sequence, now: float) -> float:
         """What the priority of `seq`, which waits, is worth beside better ones, its class's age counted."""
@@ -455,6 +470,12 @@ class WaitingQueue:
             return 0.0
         return self._improvement_since(oldest.waiting_since, of_class.priority, now)
 
+    def _most_improvement(self, now: float) -> float:
+        """No class is lifted by more than this."""
+        while self._entry_of.get(self._oldest[0][2]) != self._oldest[0][1]:
+            heapq.heappop(self._oldest)
+        return 0.0 if self._aging_seconds is None else (now - self._oldest[0][0]) // self._aging_seconds
+
     def _improvement_since(self, waiting_since: float, priority: int, now: float) -> float:
         if self._aging_seconds is None:
             return 0.0
@@ -466,4 +487,9 @@ class WaitingQueue:
         head = of_class.by_turn.first()
         if head is None and not of_class.by_turn:
             del self._classes[of_class.name]
+            rung = self._on_rung[of_class.priority]
+            rung.remove(of_class)
+            if not rung:
+                del self._on_rung[of_class.priority]
+                self._ladder.remove(of_class.priority)
         return head

@@ -472,3 +472,31 @@ def test_whoever_is_recalled_competes_also_where_all_who_wait_are_parked() -> No
     queue.recall(held)
     queue.unpark(parked)
     assert queue.service(parked) == queue.service(theirs) == 200
+
+
+def test_a_look_at_the_queue_does_not_depend_on_how_many_importance_classes_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = WaitingQueue(aging_seconds=10.0)
+    for priority in range(1000):
+        queue.push(waiting(f"p{priority}", priority, priority=priority))
+    looks = 0
+    head = queue._head
+
+    def counted(of_class: waiting_queue._Class) -> Sequence | None:
+        nonlocal looks
+        looks += 1
+        return head(of_class)
+
+    monkeypatch.setattr(queue, "_head", counted)
+    first = queue.peek(5.0)
+    assert first is not None
+    assert first.request.priority == 0
+    assert looks <= 2
+    looks = 0
+    queue.admit(first, 5.0)
+    assert looks == 0, "nobody is more important"
+    aged = queue.peek(95.0)  # each has waited for nine turns of aging: so far down one must look
+    assert aged is not None
+    assert aged.request.priority == 2
+    assert looks <= 13
