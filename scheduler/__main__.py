@@ -1,4 +1,4 @@
-"""`python -m scheduler`: one scheduler process."""
+"""`python -m scheduler`: runs one scheduler process."""
 
 import rpc.early_stop  # noqa: F401 # isort: skip - before the imports that take seconds
 
@@ -107,7 +107,7 @@ async def _serve(settings: SchedulerSettings, tracer: Tracer | None) -> int:
 
 
 def _recorder(settings: SchedulerSettings) -> Recorder:
-    """Raises StartError."""
+    """Opens the file of `--record`. Raises StartError."""
     path = Path(settings.record)
     try:
         recorder = Recorder(path, settings.limits, settings.batching, scheduler_id=settings.name)
@@ -120,7 +120,7 @@ def _recorder(settings: SchedulerSettings) -> Recorder:
 
 
 def main() -> None:
-    """The process."""
+    """Entry point of the process."""
     server.main("chairlift scheduler", lambda: run(sys.argv[1:]))
 
 

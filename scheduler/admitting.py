@@ -1,7 +1,7 @@
-"""Who gets the tokens that decoding leaves of a step: prompts under way, and the waiting, who enter for them.
+"""Distributes the tokens that decoding leaves of a step: to prompts in progress, and to waiting sequences.
 
-`entrance` says who may enter, and `placement` whether another executor should have them; here is the order in
-which they are asked, and what admits them. Pure.
+`entrance` says which may enter, and `placement` whether another executor should take them; this module has
+the order in which they are considered, and admits them. Pure.
 """
 
 import math
@@ -29,10 +29,11 @@ def give_out(
     *,
     may_enter: bool,
 ) -> None:
-    """Gives out the token budget: importance first, then the policy's order, then order of admission.
+    """Gives out the token budget: by importance, then in the policy's order, then in order of admission.
 
-    Who waits and is more important comes before the chunk of a long prompt; who is not, after it. Prompts
-    under way age like those who wait: the turn that one wins lasts until it is computed.
+    A waiting sequence comes before the next chunk of a long prompt if it is more important, and after it
+    otherwise. Prompts in progress age as waiting sequences do: a turn won by age lasts until the prompt is
+    computed.
     """
     state.look_again_at = None
     state.num_queued_tokens = 0
@@ -77,7 +78,7 @@ def _order(core: CoreState, unfinished: list[Sequence]) -> None:
 
 
 def _give_turns(core: CoreState, unfinished: list[Sequence], rows: Rows, now: float) -> None:
-    """Whom better classes have kept from its tokens for too long comes before them from the next step on."""
+    """Prompts that better classes kept from tokens for too long come before them from the next step on."""
     served: dict[int, float] = {}  # the best importance in each class
     for seq, _, _ in rows.filled:
         served[seq.request.priority] = min(seq.importance, served.get(seq.request.priority, math.inf))
@@ -98,15 +99,15 @@ def _admit(
     now: float,
     before: Sequence | None = None,
 ) -> None:
-    """Lets the waiting enter, in their order, while seats, blocks and tokens last.
+    """Lets waiting sequences enter, in order, while seats, blocks and tokens last.
 
-    Only those that are more important than `before`, whose prompt is under way.
+    With `before`, a prompt in progress, only those more important than it.
 
-    The order is strict: one that does not fit yet holds back those behind it, so that nobody is overtaken
-    for ever. Two are passed over, since they wait for something of their own: a tenant at its own limit,
-    and who waits for a prefix that is just being computed. With several executors (`turn`) so are those
-    that another one would start sooner. A request-level batch is filled at once, whatever the token
-    budget: it will not open again.
+    The order is strict: a sequence that does not fit yet holds back those behind it, so that none is
+    overtaken for ever. Two kinds are passed over, since they wait for something of their own: those whose
+    tenant is at its own limit, and those that wait for a prefix that is being computed. With several
+    executors (`turn`), so are those that another one would start sooner. A request-level batch is filled at
+    once, whatever the token budget: it will not open again.
     """
     fills_at_once = core.batching is not Batching.ITERATION
     while turn is None or not turn.is_over:
@@ -127,11 +128,11 @@ def _admit(
 def next_one(
     core: CoreState, state: ExecutorState, now: float, *, may_recompute: bool = True
 ) -> Sequence | None:
-    """Who is served next here, of all that wait.
+    """The waiting sequence to be served next here.
 
-    Those that are too late to be done in time, as far as anybody can tell, are put behind those that are not:
-    served before them, as least slack would have it, they would make them late as well. They are not given
-    up: the estimate may be wrong, and a seat may be free.
+    Those that seem too late to finish in time are put behind those that are not: least slack would serve them
+    first, and make the others late as well. They are not dropped: the estimate may be wrong, and a seat may
+    be free.
     """
     while True:
         seq = core.recovery_pace.next(state, core.waiting, now, may_recompute=may_recompute)
@@ -144,17 +145,17 @@ def next_one(
 
 
 def _is_late(seq: Sequence, now: float) -> bool:
-    """Whether `seq` seems too late to be done in time, going by what was known when it began to wait."""
+    """Whether `seq` seems too late to finish in time, going by what was known when it began to wait."""
     return seq.latest_start < now and not seq.has_started
 
 
 def is_too_late(core: CoreState, seq: Sequence, now: float) -> bool:
-    """Whether it really is, when its beginning was looked for and so what is cached of it is known."""
+    """Whether it really is, now that its prefix was looked up and so what is cached of it is known."""
     return _is_late(seq, now) and core.slack.latest_start(seq) < now
 
 
 def put_behind(core: CoreState, state: ExecutorState, seq: Sequence) -> None:
-    """`seq` is too late: it comes after those that are not."""
+    """`seq` is too late: moves it behind those that are not."""
     state.num_put_behind += 1
     seq.latest_start = math.inf
     core.waiting.reorder(seq)
@@ -162,9 +163,9 @@ def put_behind(core: CoreState, state: ExecutorState, seq: Sequence) -> None:
 
 
 def tokens_left_to(core: CoreState, state: ExecutorState, head: Sequence, now: float) -> int:
-    """What those who decode, and prompts under way that come first, leave of the next plan to `head`.
+    """Tokens of the next plan left to `head` after decoding and the prompts in progress that come before it.
 
-    It waits, and if no seat is free it has that of one who decodes.
+    If no seat is free, `head` would take that of a decoding sequence, and its token.
     """
     num_decoding, num_before, num_recovering = 0, 0, 0
     for seq in state.running.values():
@@ -184,7 +185,7 @@ def tokens_left_to(core: CoreState, state: ExecutorState, head: Sequence, now: f
 def _passes(core: CoreState, seq: Sequence, under_way: Sequence, now: float) -> bool:
     """Whether `seq`, the next one, enters before the next chunk of the prompt `under_way`.
 
-    Age counts against better classes alone.
+    Age counts only against better classes.
     """
     if seq.request.priority > under_way.request.priority:
         return core.waiting.importance(seq, now) < under_way.importance
@@ -202,12 +203,12 @@ def _let_in(
     follows: bool,
     before: Sequence | None,
 ) -> bool:
-    """Lets `seq` enter, or passes it over; False when those behind it must wait as well."""
+    """Admits `seq`, or passes it over; False when those behind it must wait as well."""
     match core.find_place(state, seq, follows=follows):
         case entrance.Hashing():
-            return False  # it goes on in the next step
+            return False  # hashing continues in the next step
         case entrance.AtOwnLimit():
-            pass  # which is told of all of its tenant's
+            pass  # its tenant's clock tells the time lines of all its sequences
         case entrance.Follows(leader):
             if seq.time_line is not None:
                 detail = f"{leader.request.request_id} is computing its beginning"
@@ -230,7 +231,7 @@ def _let_in(
 def _admit_alone(
     core: CoreState, state: ExecutorState, rows: Rows, alone: list[Sequence] | None, now: float
 ) -> None:
-    """Lets these enter and nobody else: executors have died, and one of them may be the reason."""
+    """Admits these and no others: executors have died, and one of these may be the reason."""
     if alone is None:
         return
     core.see_who_takes_newcomers()
@@ -251,9 +252,9 @@ def _place(
     now: float,
     before: Sequence | None = None,
 ) -> None:
-    """Admits `seq`: blocks for its whole context, the beginning of which was found in the cache.
+    """Admits `seq` with blocks for its whole context; `matched` are the cached ones it begins with.
 
-    `before`: the prompt under way before whose next chunk it enters.
+    `before`: the prompt in progress before whose next chunk it enters.
     """
     blocks = state.blocks
     passes = before is not None and before.request.priority < seq.request.priority
@@ -261,7 +262,7 @@ def _place(
     num_cached_tokens = len(matched) * blocks.block_size
     if not seq.has_started:
         seq.num_cached_tokens = min(num_cached_tokens, seq.num_prompt_tokens)
-        if seq.prompt_logprobs is None:  # else the cache was not asked: that is no miss
+        if seq.prompt_logprobs is None:  # else the cache was not asked, which is no miss
             state.cache.num_query_tokens += seq.num_prompt_tokens
             state.cache.num_hit_tokens += seq.num_cached_tokens
         seq.tenant.num_input_tokens += seq.num_prompt_tokens - seq.num_cached_tokens
@@ -284,7 +285,7 @@ def _place(
 
 
 def _chunk(core: CoreState, seq: Sequence, rows: Rows) -> None:
-    """Plans as many uncomputed tokens of `seq` as the budget allows; less when it recovers beside others."""
+    """Plans as many uncomputed tokens of `seq` as the budget allows; fewer if it recovers beside others."""
     if not seq.is_recovering:
         rows.chunk(seq, rows.budget)
         return
@@ -299,7 +300,7 @@ def _chunk(core: CoreState, seq: Sequence, rows: Rows) -> None:
 
 
 def _end_turn(core: CoreState, state: ExecutorState, turn: Turn) -> None:
-    """Who was left to others has its place in the queue again."""
+    """Puts the sequences that were left to other executors back into their places in the queue."""
     for seq in turn.left:
         core.waiting.unpark(seq)
     if not state.running:

@@ -1,8 +1,8 @@
-"""What must always hold between sequences, blocks and plans. Pure.
+"""Checks the invariants between sequences, blocks and plans. Pure.
 
-`check` looks at everything, after every operation in tests. In the server `check_idle` is asked whenever an
-executor has been given all there is, and `check_counts` every so many steps. A violation means a fault of
-ours, and the cure is to open the executor again and recompute.
+`check` looks at everything, after every operation in tests. The server calls `check_idle` whenever an
+executor has been given all the work there is, and `check_counts` once every so many steps. A violation is our
+bug; the cure is to open the executor again and recompute.
 """
 
 from scheduler.blocks import BlockError
@@ -42,14 +42,14 @@ def check_counts(state: ExecutorState) -> None:
 
 
 def check_idle(state: ExecutorState) -> None:
-    """Raises BlockError when nothing runs on the executor and yet blocks are held. Costs nothing."""
+    """Raises BlockError when nothing runs on the executor and yet blocks are held. Costs next to nothing."""
     blocks = state.blocks
     if not state.running and not state.entering_padding and blocks.num_free != blocks.num_blocks:
         raise BlockError(f"nothing runs, and {blocks.num_blocks - blocks.num_free} blocks are held")
 
 
 def describe(state: ExecutorState) -> dict[str, object]:
-    """What an executor's books say, for the log when they are found wrong."""
+    """The executor's books, for the log when they are found to be wrong."""
     return {
         "num_blocks": state.blocks.num_blocks,
         "num_free": len(state.blocks.free_block_ids),

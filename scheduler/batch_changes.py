@@ -1,7 +1,8 @@
-"""What the steps of one executor changed in its batch, as few values as say all of it.
+"""What the steps of one executor changed in its batch, in as few values as possible.
 
-Whoever knows who sat there and follows the changes knows every step's rows. Most steps change nothing: the
-same rows decode again, and are counted. Pure; it must not know when it is told, or to whom.
+A follower that knows a batch's members can apply the changes and so knows every step's rows. Most steps
+change nothing: the same rows decode again, and are only counted. Pure; must not know when or to whom the
+changes are sent.
 """
 
 from collections.abc import Mapping
@@ -13,31 +14,31 @@ from scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class StepChange:
-    """One step, against the one before it."""
+    """One step, compared with the one before it."""
 
     step_id: int
     entered: list[tuple[int, Sequence]] = field(default_factory=list)  # with seq_id
     left: list[Leaver] = field(default_factory=list)
     chunks: list[tuple[int, int, bool]] = field(default_factory=list)
-    """Who computes a stretch of prompt: seq_id, tokens, and whether it chooses no token yet."""
-    still: list[int] = field(default_factory=list)  # seq_ids of those that sit there and have no row
+    """Chunks of prompts: seq_id, tokens, and whether the row samples no token yet."""
+    still: list[int] = field(default_factory=list)  # seq_ids that have a seat but no row
     num_alike: int = 0
-    """Steps right after it in which nobody came or went and the same rows computed one token each."""
+    """Steps right after it in which no sequence entered or left and the same rows computed one token each."""
 
 
 class BatchChanges:
-    """One executor's batch within one epoch."""
+    """The batch of one executor within one epoch."""
 
     def __init__(self) -> None:
         self.steps: list[StepChange] = []  # since `told`, oldest first
         self.step_id = 0
-        self.is_fresh = True  # nothing has been told yet
+        self.is_fresh = True  # nothing was sent yet
         self._seated: dict[int, Sequence] = {}
-        self._row_ids: list[int] | None = None  # of the step before if all of it decoded
+        self._row_ids: list[int] | None = None  # of the previous step, if all its rows decoded
 
     @property
     def seated(self) -> Mapping[int, Sequence]:
-        """Who sits there, by seq_id, in order of entering."""
+        """Sequences that have a seat, by seq_id, in order of entering."""
         return self._seated
 
     def take(self, plan: BatchPlan) -> None:
@@ -73,6 +74,6 @@ class BatchChanges:
         self.steps.append(change)
 
     def told(self) -> None:
-        """What has been added is known to those who follow."""
+        """The changes so far were sent to the followers."""
         self.steps = []
         self.is_fresh = False

@@ -1,4 +1,4 @@
-"""Who holds which KV block of one executor, and what full blocks can be used again.
+"""Hands out the KV blocks of one executor, and knows which full blocks can be reused.
 
 A block is `block_size` slots of KV memory on the executor; here it is only an id. Policy decides with counts,
 this module hands out identities.
@@ -7,14 +7,14 @@ this module hands out identities.
     sequence a   ●       ●                       block_table [2, 0], 7 tokens
     token 0..3 of a lie in block 2, token 4..6 in block 0: slot = block_table[i // 4] * 4 + i % 4
 
-A block is in exactly one of three places:
+A block is in exactly one of three states:
 
-    free     nobody holds it, its content means nothing
+    free     no sequence holds it, and its content means nothing
     held     ref_count >= 1 sequences have it in their tables
-    idle     nobody holds it, but its content is known: it has a key in the index, and may be held again
+    idle     no sequence holds it, but its content is known: it has a key in the index, and may be held again
 
-A key names content: the tokens of the block and all tokens before it (`prefix_cache`). Blocks get one when
-the step that filled them has answered. Idle blocks are given up least recently held first; a table is
+A key names content: the tokens of the block and all tokens before it (`prefix_cache`). A block gets one when
+the step that filled it has been answered. Idle blocks are evicted least recently held first; a table is
 released from its end, so leaves go before their parents. Pure: integers and bytes in, integers out.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence as Seq
 
 
 class BlockError(RuntimeError):
-    """Blocks and holders disagree: a fault of ours. The cure is to open the executor again and recompute."""
+    """Blocks and their holders disagree: our bug. The cure is to open the executor again and recompute."""
 
 
 class BlockManager:
@@ -46,22 +46,22 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had: free and idle ones."""
+        """Blocks that can be allocated: free and idle ones."""
         return len(self.free_block_ids) + len(self._idle)
 
     @property
     def num_idle(self) -> int:
-        """Blocks that nobody holds and whose content may be used again."""
+        """Blocks that no sequence holds but whose content can be reused."""
         return len(self._idle)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     # --- holding -----------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """`count` block ids of no known content, now held. Raises BlockError when there are fewer."""
+        """Takes `count` blocks of no known content, now held. Raises BlockError when there are fewer."""
         if count > self.num_free:
             raise BlockError(f"{count} blocks wanted, {self.num_free} can be had")
         if not count:
@@ -83,14 +83,14 @@ class BlockManager:
         return block_id
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more sequence holds these; they are held or idle."""
+        """One more sequence holds these, which are held or idle."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._idle[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_table: Seq[int]) -> None:
-        """One sequence less holds these. Raises BlockError for one that nobody holds."""
+        """One sequence fewer holds these. Raises BlockError for a block that no sequence holds."""
         for block_id in reversed(block_table):
             count = self._ref_counts[block_id]
             if count <= 0:
@@ -103,14 +103,14 @@ class BlockManager:
                     self._idle[block_id] = None
 
     def num_private(self, block_table: Iterable[int]) -> int:
-        """How many of these would come free if their only holder let go."""
+        """How many of these would come free if their only holder released them."""
         ref_counts = self._ref_counts
         return sum(ref_counts[block_id] == 1 for block_id in block_table)
 
     # --- known content -----------------------------------------------------------------------------------
 
     def register(self, block_id: int, key: bytes) -> None:
-        """The content of a held block is known now. If another one has the same, the index keeps that."""
+        """Records the content of a held block. If another block has the same, the index keeps that one."""
         if self._ref_counts[block_id] <= 0:
             raise BlockError(f"block {block_id} is registered and nobody holds it")
         if key not in self._block_of and self._key_of[block_id] is None:
@@ -118,11 +118,11 @@ class BlockManager:
             self._key_of[block_id] = key
 
     def find(self, key: bytes) -> int | None:
-        """The block with this content, held or idle."""
+        """The block with this content, held or idle; None when there is none."""
         return self._block_of.get(key)
 
     def num_idle_among(self, block_ids: Iterable[int]) -> int:
-        """How many of these are idle: holding them takes them from what can be had."""
+        """How many of these are idle: holding them leaves fewer blocks to allocate."""
         ref_counts = self._ref_counts
         return sum(ref_counts[block_id] == 0 for block_id in block_ids)
 
@@ -138,7 +138,7 @@ class BlockManager:
             )
 
     def check(self, block_tables: Iterable[Seq[int]]) -> None:
-        """Raises BlockError unless free + idle + held = all and every count equals the tables holding it."""
+        """Raises BlockError unless free + idle + held = all, and each ref_count is the number of tables."""
         counts = [0] * self.num_blocks
         for table in block_tables:
             if len(set(table)) != len(table):

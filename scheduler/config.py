@@ -1,4 +1,4 @@
-"""What a scheduler can be told, read once at start."""
+"""The scheduler's settings, read once at start."""
 
 import socket
 import tomllib
@@ -15,7 +15,7 @@ from scheduler.tenants import TenantLimits
 from scheduler.waiting import Policy
 
 DEFAULT_TENANT = "default"
-# What routers read in the tables of the tenants' file: who may ask, and what.
+# Fields of the tenants' file that only routers read: who may ask, and for what.
 KEYS_OF_ROUTERS = ("keys", "best_priority", "admin")
 
 
@@ -190,7 +190,7 @@ class SchedulerSettings(ServiceSettings):
 
     @property
     def limits(self) -> Limits:
-        """The part that is the core's."""
+        """The part that concerns the core."""
         tenants = read_tenants(self.tenants)
         return Limits(
             max_num_seqs=self.max_num_seqs,

@@ -1,18 +1,18 @@
-"""The scheduler's core: at every iteration the finished leave, the waiting enter, and the next plan is made.
+"""The scheduler's core: at each iteration, finished sequences leave, waiting ones enter, a plan is made.
 
     submit / cancel / expire          from clients, at any time
-    attach / detach                   an executor comes, or is lost
-    schedule(executor, now) ─► plan   who computes how many tokens in the next iteration
-    update(executor, result, now)     what that iteration brought
+    attach / detach                   an executor arrives, or is lost
+    schedule(executor, now) ─► plan   which sequences compute how many tokens in the next iteration
+    update(executor, result, now)     apply the result of that iteration
 
 There are no phases: each sequence has known and computed tokens, and a step gives out tokens until computed
-catches up with known. Preempt-and-recompute is the one way back, whether blocks ran out, somebody more
-important came, or the executor died.
+catches up with known. The only way back is preempt-and-recompute, whether blocks ran out, a more important
+sequence arrived, or the executor died.
 
-Must not know: gRPC, protobuf, asyncio, the clock (time is an argument), text, tensors, routers. It owns every
-sequence, the waiting queue, and for each executor the running set, the blocks and the session. Who is refused
-at the door is `door`'s business, who must go `room`'s, who enters the batch `admitting`'s, and what a result
-brings `results`'.
+Must not know: gRPC, protobuf, asyncio, the clock (time is an argument), text, tensors, routers. The core owns
+every sequence, the waiting queue, and the running set, blocks and session of each executor. `door` refuses
+requests, `room` preempts, `admitting` lets sequences into the batch, and `results` takes tokens out of a
+step's result.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ from scheduler.token_ids import NO_IDS, TokenIds
 
 
 class SchedulerCore(CoreState):
-    """Queue, policy and blocks of all executors of one scheduler."""
+    """Queue, policy and blocks for all executors of one scheduler."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SchedulerCore(CoreState):
         padding_sampling: bytes = b"",
         cache_secret: bytes = b"",
     ) -> None:
-        """A scheduler without executors.
+        """Starts without executors.
 
         `padding_sampling`: encoded sampling parameters under which a padding row never ends.
         `cache_secret`: up to 64 random bytes that key the names of cached blocks.
@@ -62,11 +62,11 @@ class SchedulerCore(CoreState):
     # --- from clients ------------------------------------------------------------------------------------
 
     def submit(self, request: Request, output_token_ids: TokenIds = NO_IDS, *, now: float) -> Sequence:
-        """Takes a request in, or finds the one that lives under its key. Idempotent.
+        """Accepts a request, or finds the live sequence that has its key. Idempotent.
 
-        A live sequence goes on for its new reader when the ids the reader has (`output_token_ids`) are a
-        prefix of its own; else it is computed anew from those ids. Ids that already end the request end it.
-        Raises RefusedError.
+        A live sequence continues for its new reader if the ids that the reader has (`output_token_ids`) are a
+        prefix of its output; otherwise the request is computed again from those ids. If the ids already
+        complete the request, it ends at once. Raises RefusedError.
         """
         self._now = now
         live = self.sequences.get(request.key)
@@ -91,30 +91,30 @@ class SchedulerCore(CoreState):
         return self._take_in(Sequence.of(request, tenant, output_token_ids, self._num_submitted))
 
     def _renew(self, seq: Sequence, deadline: float | None) -> None:
-        """The new call of its client has a new deadline."""
+        """The client called again, with a new deadline."""
         seq.request = replace(seq.request, deadline=deadline)
         seq.latest_start = self.slack.latest_start(seq)
         if seq.state is State.WAITING:
-            if not self.waiting.unpark(seq):  # else it looks for itself whom it follows
+            if not self.waiting.unpark(seq):  # else it finds out by itself which sequence to follow
                 self.waiting.reorder(seq)
             self.hand_on(seq)
         self._timers.watch(seq, len(self.sequences))
 
     def cancel(self, key: bytes, reason: FinishReason, now: float) -> Sequence | None:
-        """Gives a sequence up and frees what it holds; returns it, or None when nothing lives under `key`."""
+        """Aborts a sequence and frees what it holds; returns it, or None when no live sequence has `key`."""
         self._now = now
         seq = self.sequences.get(key)
         if seq is None or seq.state is State.FINISHED:
             return None
         event = Event.EXPIRE if reason is FinishReason.DEADLINE else Event.ABORT
-        if reason is FinishReason.STOP:  # a stop string: its length is one that answers have
+        if reason is FinishReason.STOP:  # a stop string was matched: its length is a natural one
             self.lengths.observe(seq.num_output_tokens)
         self._end(seq, Finish(reason), event)
-        self.forget(seq)  # its key is free at once: who gave it up will not come back for it
+        self.forget(seq)  # frees its key at once: a client that gave up will not come back for the result
         return seq
 
     def orphan(self, seq: Sequence, now: float) -> None:
-        """Nobody reads `seq` any more: it runs on for the grace, in case its reader comes back."""
+        """`seq` has lost its reader: it runs on for the grace period, in case the reader comes back."""
         if seq.state is not State.FINISHED:
             seq.orphaned_until = now + self.limits.orphan_grace_seconds
             self._timers.watch(seq, len(self.sequences))
@@ -126,7 +126,7 @@ class SchedulerCore(CoreState):
         return min((time for time in times if time is not None), default=None)
 
     def expire(self, now: float) -> list[Sequence]:
-        """Ends what is past its deadline or orphaned too long, forgets old results; returns who ended."""
+        """Ends what is past its deadline or orphaned too long, forgets old results; returns what ended."""
         self._now = now
         ended = []
         for seq in self._timers.due(now):
@@ -141,14 +141,14 @@ class SchedulerCore(CoreState):
         return ended + self._end_unrecovered()
 
     def _end_unrecovered(self) -> list[Sequence]:
-        """Nothing waits for an executor for ever."""
+        """Ends what has waited too long for an executor."""
         overdue = self.stranded.overdue(self._now)
         for seq, message in overdue:
             self._end(seq, Finish.failed(StatusCode.UNAVAILABLE, message), Event.FAIL)
         return [seq for seq, _ in overdue]
 
     def explain(self, request_id: str, now: float, tenant: str = "") -> dict[int, list[Entry]]:
-        """Where the time of a tenant's request went, by choice; empty when nothing is known of it."""
+        """Where the time of a tenant's request went, by choice; empty when nothing is known about it."""
         lines = self._time_lines.of(tenant, request_id)
         for seq in self._by_request.get((tenant, request_id), {}).values():
             if seq.time_line and seq.state is not State.FINISHED:
@@ -158,7 +158,7 @@ class SchedulerCore(CoreState):
     # --- executors come and go ---------------------------------------------------------------------------
 
     def attach(self, executor_id: str, epoch: int, capacity: Capacity, now: float) -> list[Sequence]:
-        """An executor with a fresh epoch. Returns waiting sequences that ended."""
+        """Adds an executor with a fresh epoch. Returns the waiting sequences that ended."""
         if executor_id in self.executors:
             raise ValueError(f"executor {executor_id!r} is attached already: detach it first")
         self._now = now
@@ -172,10 +172,11 @@ class SchedulerCore(CoreState):
         return ended + self._end_unrecovered()
 
     def detach(self, executor_id: str, now: float, *, is_crash: bool = False) -> list[Sequence]:
-        """The executor is lost: what ran there waits again, before those that never ran, with its ids.
+        """Removes a lost executor: what ran there waits again with its ids, ahead of what has never run.
 
-        `is_crash`: it may have died, or answered wrongly, because of what it was computing. Returns sequences
-        that ended: executors die of them, or nothing is to be waited for.
+        `is_crash`: it may have died, or answered wrongly, because of what it was computing. Returns the
+        sequences that ended: those found guilty of the crash, and those that have waited too long for an
+        executor.
         """
         self._now = now
         state = self.executors[executor_id]
@@ -196,19 +197,19 @@ class SchedulerCore(CoreState):
         return ended + self._end_unrecovered()
 
     def _end_guilty(self, name: tuple[str, str]) -> list[Sequence]:
-        """Executors fail at this request: all its choices end, and nobody is computed again for them."""
+        """Ends all choices of a request that kills executors, so that others need no more recomputing."""
         message = (
             f"request {name[1]!r} was stopped: executors died, or answered wrongly, each time they computed "
             "it, and the last time it was alone; it may meet a defect of the executor"
         )
         choices = self._by_request.get(name, {}).values()
         ended = [seq for seq in choices if seq.state is not State.FINISHED]
-        for seq in ended:  # ABORT: another executor may be computing one, and must be told
+        for seq in ended:  # ABORT: another executor may be computing one of them and must be told
             self._end(seq, Finish.failed(StatusCode.INTERNAL, message), Event.ABORT)
         return ended
 
     def _end_complete(self) -> list[Sequence]:
-        """Ends what was resubmitted with ids that end it already, when nobody knew the model's end tokens."""
+        """Ends resubmitted sequences whose ids end them already: the end tokens were not known until now."""
         ended: list[Sequence] = []
         for seq in list(self.waiting):
             finish = end_of_output(seq.request, seq.output_token_ids(), self._eos_token_ids)
@@ -218,7 +219,7 @@ class SchedulerCore(CoreState):
         return ended
 
     def _sort_by_executor(self) -> None:
-        """Executors have changed: who can be computed by some of them alone waits for those."""
+        """The set of executors changed: works out again which sequences only some of them can compute."""
         longest, features = self.max_total_tokens, self.features
         leaders = [seq for seq in self.waiting if seq.followers or seq.inherited]
         for seq in list(self.waiting):
@@ -227,23 +228,23 @@ class SchedulerCore(CoreState):
             if only_at != seq.only_at:
                 seq.only_at = only_at
                 self.waiting.reorder(seq)
-        for seq in leaders:  # those who follow it may stand in another class than it does, and than before
+        for seq in leaders:  # its followers may now be in another class than it is, or than they were
             seq.followers = seq.take_followers()
             self.hand_on(seq)
 
     # --- one iteration: the plan -------------------------------------------------------------------------
 
     def schedule(self, executor_id: str, now: float) -> BatchPlan | None:
-        """The next plan for this executor, or None: a full window, too early, or nothing to say.
+        """This executor's next plan; None if a result must come first, it is too early, or it has no work.
 
-        After None the executor's state says when to ask again, if not at the next event:
+        After None, the executor's state says when to ask again, if that is before the next event:
             held_until        it was too early: at this time
             look_again_at     it is idle and left a sequence to another executor: at this time
-            is_still_looking  whom to admit takes longer to find out than a step may last: at once, after a
-                              turn of the event loop
+            is_still_looking  finding out what to admit takes longer than a step may last: at once, after
+                              a turn of the event loop
 
         Raises SessionBrokenError when the executor has failed to end a sequence, BlockError when blocks and
-        holders were found to disagree.
+        their holders were found to disagree.
         """
         self._now = now
         state = self.executors[executor_id]
@@ -268,7 +269,7 @@ class SchedulerCore(CoreState):
     def _may_send(self, state: ExecutorState, now: float) -> bool:
         """Whether a plan may leave: the window has room, and it is late enough (`pace`).
 
-        When only the time is not right, sets the state's `held_until`.
+        Sets the state's `held_until` when only the time is not right.
         """
         state.held_until = None
         if not state.session.can_send:
@@ -280,10 +281,10 @@ class SchedulerCore(CoreState):
         return state.held_until is None
 
     def _clear_the_way(self, state: ExecutorState) -> bool:
-        """Preempts whoever must go before the plan is made; False when results must come first (`room`)."""
+        """Preempts what must go before the plan is made; False when results must arrive first (`room`)."""
         if state.is_draining and not room.move_off_draining(self, state, self._now):
             return False
-        # Each running sequence takes at most one block a step: with more free ones nobody can be short.
+        # A running sequence takes at most one block a step: with at least that many free, none can run short.
         if state.blocks.num_free < len(state.running) and not room.preempt_for_growth(self, state):
             return False
         if state.crowded and not room.preempt_within_tenants(self, state):
@@ -291,7 +292,7 @@ class SchedulerCore(CoreState):
         return room.displace_for_next(self, state, self._now)
 
     def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
-        """One row for each running sequence with one token to compute; returns those with more."""
+        """Adds a row for each running sequence with one token to compute; returns those with more."""
         unfinished: list[Sequence] = []
         growing: list[Sequence] = []
         num_early, early = policy.early_growth(
@@ -307,11 +308,11 @@ class SchedulerCore(CoreState):
                     unfinished.append(seq)
                 elif len(seq.token_ids) >= seq.max_len and not seq.is_padding:
                     raise SessionBrokenError(f"sequence {seq_id} has all its tokens and was not ended")
-                continue  # else its last token is in flight: a finish by length is foreseen
+                continue  # else its last token is in flight: it will end by length
             if budget == 0:
                 continue
             if position >= seq.num_slots - early and not self._has_slot(state, seq, growing, num_early):
-                continue  # put off: nobody may be preempted yet
+                continue  # postponed: nothing may be preempted yet
             members.append(seq)
             seq_ids.append(seq_id)
             positions_sum += position
@@ -329,7 +330,7 @@ class SchedulerCore(CoreState):
         return unfinished
 
     def _has_slot(self, state: ExecutorState, seq: Sequence, growing: list[Sequence], num_early: int) -> bool:
-        """Whether `seq` has a slot for its next token. It may get a block for it, or for a later one."""
+        """Whether `seq` has a slot for its next token. May add it to `growing`, for a block now or early."""
         if seq.num_computed_tokens < seq.num_slots:
             if len(growing) >= num_early or seq.num_slots >= seq.max_len - 1 or not seq.tenant.may_grow:
                 return True
@@ -343,14 +344,14 @@ class SchedulerCore(CoreState):
         return True
 
     def _grow(self, state: ExecutorState, growing: list[Sequence], rows: Rows) -> None:
-        """One more block for each of these."""
+        """Gives each of these one more block."""
         block_ids = state.blocks.allocate(len(growing))
         block_size = state.blocks.block_size
         for seq, block_id in zip(growing, block_ids, strict=True):
             seq.block_table.append(block_id)
             seq.num_slots += block_size
             rows.grown_seq_ids.append(seq.seq_id)
-            # What the blocks before hold is computed when this plan has answered.
+            # The blocks before it are fully computed once this plan has been answered.
             rows.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
         rows.num_new_blocks = [1] * len(growing)
         rows.new_block_ids = block_ids
@@ -390,9 +391,9 @@ class SchedulerCore(CoreState):
     # --- one iteration: the result -----------------------------------------------------------------------
 
     def update(self, executor_id: str, result: StepResult, now: float) -> Outcome:
-        """Applies a result: appends ids, ends what the executor says has ended, frees its blocks.
+        """Applies a result: appends ids, ends what the executor reports as ended, frees its blocks.
 
-        A row of a sequence that was aborted, preempted or moved since is dropped: it delivers nothing. Raises
+        Rows of sequences that have since been aborted, preempted or moved are dropped. Raises
         SessionBrokenError when the result does not fit its plan.
         """
         self._now = now
@@ -444,7 +445,7 @@ class SchedulerCore(CoreState):
             outcome.ended.append(seq)
 
     def _register_blocks(self, state: ExecutorState, plan: BatchPlan, result: StepResult) -> None:
-        """What this step has filled can be used by others, unless its row failed or its sequence has gone."""
+        """Makes the blocks that this step filled reusable, unless the row failed or its sequence has left."""
         failed = {error.seq_id for error in result.errors}
         for seq, seq_id, num_computed_tokens in plan.filled:
             if state.running.get(seq_id) is not seq or seq_id in failed or seq.is_padding:
@@ -452,25 +453,25 @@ class SchedulerCore(CoreState):
             self.unpark_followers(state.cache.register(seq, num_computed_tokens))
             if seq.is_prefilling and seq.has_progressed:
                 self.note(seq, Reason.DECODE, state, "")
-        # Those who decode have time: when many fill a block in the same step, names are made over several.
+        # Naming the blocks of decoding sequences can wait: when many fill in the same step, it takes several.
         later = state.to_register
         later.extend(plan.outgrown)
         for _ in range(
             min(len(later), policy.num_named_at_once(len(state.running), state.blocks.block_size))
         ):
             seq, seq_id, num_computed_tokens = later.popleft()
-            if state.running.get(seq_id) is seq and not seq.is_padding:  # else it left, wherever it is now
+            if state.running.get(seq_id) is seq and not seq.is_padding:  # else it has left this seat
                 served = state.cache.register(seq, num_computed_tokens)
                 if served:
                     self.unpark_followers(served)
 
 
 def _continues(seq: Sequence, request: Request, output_token_ids: TokenIds) -> bool:
-    """Whether a reader who has these ids can go on with `seq`: they are a beginning of what it has put out.
+    """Whether `seq` can continue for a reader that has these ids: they must be a prefix of its output.
 
-    One that was given up (its router was away too long, or no executor was there) or ran out of its call's
-    time has nothing to go on with: whoever asks again has time. One that was taken in when its router had the
-    prompt's log-probabilities has none for a reader who lacks them.
+    A sequence that was aborted (its router was away too long), found no executor, or ran out of its call's
+    time cannot continue: a client that asks again has time. Nor can one that was submitted without the
+    prompt's log-probabilities (its router had them), if this reader lacks them.
     """
     finish = seq.finish
     if finish is not None and (

@@ -1,11 +1,11 @@
-"""What the core keeps, and each move of a sequence: taken in, waiting, on a seat, off it, ended, forgotten.
+"""The state of the core, and every move of a sequence: taken in, waiting, seated, unseated, ended, forgotten.
 
     taken in ─► waiting ─► seat ─► ended ─► forgotten
                    ▲         │
                    └─────────┘  preempted, displaced, or its executor was lost
 
-Each move is made here and nowhere else, so that queue, seats, blocks, tenants and time lines agree. When one
-is made is decided elsewhere: by the calls of `core`, and by the rules that these ask (`door`, `room`,
+Each move is made here and nowhere else, so that queue, seats, blocks, tenants and time lines agree. When to
+make one is decided elsewhere: by the calls of `core` and the rules that they apply (`door`, `room`,
 `admitting`). Pure.
 """
 
@@ -36,13 +36,13 @@ from scheduler.waiting import WaitingQueue
 
 
 class Witness(Protocol):
-    """Who is told when a sequence comes and when it ends; what was between stands in its time line."""
+    """Is told when a sequence arrives and when it ends; the time line holds what happened in between."""
 
     def arrived(self, seq: Sequence) -> None:
-        """It was taken in; it may be told here what executors are told of its trace."""
+        """`seq` was taken in. May set `traceparent`, which is what executors are told."""
 
     def ended(self, seq: Sequence, now: float) -> None:
-        """It is over, and holds nothing any more."""
+        """`seq` has ended and holds nothing any more."""
 
 
 class CoreState:
@@ -54,7 +54,7 @@ class CoreState:
         batching: Batching = Batching.ITERATION,
         padding_sampling: bytes = b"",
     ) -> None:
-        """Nothing taken in, no executors.
+        """Starts without sequences or executors.
 
         `padding_sampling`: encoded sampling parameters under which a padding row never ends.
         """
@@ -69,7 +69,7 @@ class CoreState:
         self.waiting = WaitingQueue(
             self.limits.policy, self.limits.aging_seconds, on_aside=self._turn_aside, on_hold=self.hand_on
         )
-        # What rules know, each of its own subject.
+        # What the rules know, one subject each.
         self.lengths = LengthModel()
         self.drain_rate = DrainRate()
         self.doubt = Doubt()
@@ -82,19 +82,19 @@ class CoreState:
         self.slack = Slack(self.limits.policy, self.executors, self.lengths)
         self.entrance = Entrance(self.limits, self.executors, self.waiting, self.lengths)
         self.witness: Witness | None = None
-        """Who is told of sequences, if anybody is."""
+        """Told when sequences arrive and end, if set."""
         self._time_lines = TimeLines()
         self._timers = Timers()
         self._by_request: dict[tuple[str, str], dict[bytes, Sequence]] = {}  # by tenant and request id
         self._padding_sampling = padding_sampling
-        # Of the call in progress: set first by every public method of the core that takes `now`, read by all
-        # that those call.
+        # Time of the call in progress: every public method of the core that takes `now` sets it first, for
+        # what it calls.
         self._now = 0.0
 
     # --- taken in, forgotten -----------------------------------------------------------------------------
 
     def _take_in(self, seq: Sequence) -> Sequence:
-        """`seq` is new. It may end at once: by ids that it came with, or by its deadline."""
+        """Takes in a new sequence. It may end at once: by the ids it came with, or by its deadline."""
         request, now = seq.request, self._now
         self.sequences[request.key] = seq
         self._by_request.setdefault((request.tenant, request.request_id), {})[request.key] = seq
@@ -138,12 +138,12 @@ class CoreState:
         tenant.aside.turn(self._now, self.clocks)
 
     def hand_on(self, leader: Sequence) -> None:
-        """`leader` does not compute what its followers wait for: it is over, or not served next."""
+        """`leader` has ended or is not served next, so its followers must not go on waiting for it."""
         if leader.followers or leader.inherited:
             self.unpark_followers(followers.hand_on(self.waiting, leader))
 
     def unpark_followers(self, served: list[Sequence]) -> None:
-        """These need not wait for their beginning any more, or for nobody who computes it."""
+        """Puts sequences back into the queue: their shared prefix is there, or no longer computed."""
         for seq in served:
             if self.waiting.unpark(seq) and seq.time_line is not None:
                 seq.time_line.wait(self._now, self.clocks, step_id=0, detail="its beginning is there")
@@ -151,7 +151,7 @@ class CoreState:
     # --- on a seat, and off it ---------------------------------------------------------------------------
 
     def find_place(self, state: ExecutorState, seq: Sequence, *, follows: bool) -> Found:
-        """Whether `seq`, the next one, may enter; with `follows`, it may wait for a prefix under way."""
+        """Whether `seq`, the next one, may enter; with `follows`, it may wait for a prefix in progress."""
         return self.entrance.find(state, seq, follows=follows)
 
     def enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], rows: Rows) -> None:
@@ -179,8 +179,8 @@ class CoreState:
         )
 
     def preempt(self, state: ExecutorState, seq: Sequence, why: str) -> None:
-        """Takes `seq` off its executor, which has answered everything; it waits again, to be recomputed."""
-        if not seq.is_padding:  # nothing is in flight: all it has computed is known, and may be found again
+        """Takes `seq` off its executor, which has answered every plan; it waits again, to be recomputed."""
+        if not seq.is_padding:  # nothing is in flight: all it has computed is known, and can be cached
             self.unpark_followers(state.cache.register(seq, seq.num_computed_tokens))
         self._leave(state, seq, reason=None, tell_executor=True)
         if not seq.is_padding:
@@ -208,7 +208,7 @@ class CoreState:
         tell_executor: bool,
         keep_blocks: bool = False,
     ) -> None:
-        """The one place where a seat is given back, and with it the blocks."""
+        """The one place where a seat is given back, and its blocks with it."""
         state.cache.end(seq)
         self.hand_on(seq)
         if not keep_blocks:
@@ -222,7 +222,7 @@ class CoreState:
         state.left.append(Leaver(seq, seq.seq_id, reason))
 
     def _drop_padding(self, state: ExecutorState) -> None:
-        """The last one for whom the batch was computed has gone."""
+        """Ends the batch's padding: the last real sequence has left."""
         for pad in list(state.running.values()):
             self._leave(state, pad, reason=None, tell_executor=True)
         for pad in state.entering_padding:
@@ -230,7 +230,7 @@ class CoreState:
         state.entering_padding = []
 
     def note(self, seq: Sequence, reason: Reason, state: ExecutorState, detail: str) -> None:
-        """What `seq` does in its batch from now on."""
+        """Records what `seq` does in its batch from now on."""
         seq.is_prefilling = reason is Reason.PREFILL
         seq.is_recovering &= seq.is_prefilling
         if seq.time_line is not None:
@@ -240,7 +240,7 @@ class CoreState:
     # --- ends --------------------------------------------------------------------------------------------
 
     def _end(self, seq: Sequence, finish: Finish, event: Event) -> None:
-        """The one place where a sequence ends; whatever it holds goes back here."""
+        """The one place where a sequence ends; whatever it holds is given back here."""
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
             if not self.waiting:
@@ -271,7 +271,7 @@ class CoreState:
         if not executor_knows:
             seq.num_wasted_tokens = max(0, seq.num_computable_tokens - len(seq.token_ids))
             self.meters.steps_to_free.observe(state.session.num_unanswered)
-        if event is Event.FINISH:  # all but its last token was fed, and has answered
+        if event is Event.FINISH:  # all but its last token was fed, and has been answered
             num_tokens = min(len(seq.token_ids) - 1, seq.num_computed_tokens)
             self.unpark_followers(state.cache.register(seq, num_tokens))
             if not seq.is_padding:
@@ -291,13 +291,13 @@ class CoreState:
         return next((state.capacity.eos_token_ids for state in self.executors.values()), frozenset())
 
     def has_sibling(self, request: Request) -> bool:
-        """Whether another choice of the same request lives."""
+        """Whether another choice of the same request is live."""
         choices = self._by_request.get((request.tenant, request.request_id), {})
         return any(seq.state is not State.FINISHED for seq in choices.values())
 
     @property
     def num_free_seats(self) -> int:
-        """Seats that nobody has, at executors that take newcomers."""
+        """Free seats at executors that take newcomers."""
         return sum(
             max(0, state.max_num_seqs - len(state.running))
             for state in self.executors.values()
@@ -305,7 +305,7 @@ class CoreState:
         )
 
     def see_who_takes_newcomers(self) -> None:
-        """When no executor does, that is what everybody waits for."""
+        """If no executor takes newcomers, records that as what the queue waits for."""
         if not any(self.placement.takes_newcomers(state) for state in self.executors.values()):
             self.clocks.set(Reason.QUEUED_FOR_EXECUTOR, self._now)
 
@@ -316,12 +316,12 @@ class CoreState:
 
     @property
     def num_running(self) -> int:
-        """Sequences in a batch, padding left out."""
+        """Sequences in a batch, without padding."""
         return sum(not seq.is_padding for state in self.executors.values() for seq in state.running.values())
 
     @property
     def max_total_tokens(self) -> int:
-        """Longest prompt plus output that every attached executor can hold, tokens; 0 without any."""
+        """Longest prompt plus output, in tokens, that all attached executors can hold; 0 without any."""
         return min((state.max_total_tokens for state in self.executors.values()), default=0)
 
     @property

@@ -1,4 +1,4 @@
-"""What a scheduler counts since its start, and what one result changed. Pure."""
+"""What a scheduler has counted since it started, and what one result changed. Pure."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since start."""
+    """Totals since start."""
 
     steps: int = 0
     preemptions: int = 0  # for lack of blocks
-    displacements: int = 0  # for somebody more important
+    displacements: int = 0  # for a more important sequence
     scheduled_tokens: int = 0
     wasted_tokens: int = 0  # sampled, never delivered
     refused: int = 0
@@ -28,6 +28,6 @@ class Counters:
     recoveries: int = 0  # sequences that lost their executor
     executors_left: int = 0  # on purpose, or because this scheduler stopped
     executors_crashed: int = 0
-    prefix_query_tokens: int = 0  # of executors that have gone
+    prefix_query_tokens: int = 0  # at executors that have gone
     prefix_hit_tokens: int = 0
     audits_failed: int = 0

@@ -1,8 +1,8 @@
-"""Who is not taken in, and why: the checks of a new request, each with a sentence for its client.
+"""Which requests are refused, and why: the checks of a new request, each with a sentence for its client.
 
-A resubmission of a request that its client was already told to be accepted is counted everywhere and refused
-nowhere: where no executor can compute it, one is waited for (`stranded`). The choices of one request are
-taken or refused as a whole: once one of them was taken in, load is no reason to refuse the others. Pure.
+A resubmission of a request whose acceptance its client has already seen is counted as any other but never
+refused for load; if no executor can compute it, it waits for one (`stranded`). The choices of a request are
+taken or refused as a whole: once one was taken in, load is no reason to refuse the others. Pure.
 """
 
 from scheduler.core_state import CoreState
@@ -13,7 +13,7 @@ from scheduler.waiting import Policy
 
 
 class RefusedError(Exception):
-    """A request that is not taken in: a sentence for the client, and the status it gets."""
+    """A request is not taken in: a sentence for the client, and the status it gets."""
 
     def __init__(
         self, status_code: StatusCode, message: str, retry_after_seconds: float | None = None
@@ -25,7 +25,7 @@ class RefusedError(Exception):
 
 
 def check_same_body(live: Request, request: Request) -> None:
-    """A key that lives is attached only by the same request."""
+    """Raises RefusedError if `request` is another request than the live one with its key."""
     if live.body_digest != request.body_digest:
         raise RefusedError(
             StatusCode.ALREADY_EXISTS,
@@ -34,7 +34,7 @@ def check_same_body(live: Request, request: Request) -> None:
 
 
 def check(core: CoreState, request: Request, tenant: Tenant, now: float) -> None:
-    """Raises RefusedError when the request is not to be taken in."""
+    """Raises RefusedError if the request is not to be taken in."""
     _check_fits(core, request)
     if not request.accepted_before and not core.has_sibling(request):
         _check_queue(core, tenant, request, now)
@@ -47,7 +47,7 @@ def _check_fits(core: CoreState, request: Request) -> None:
     if not request.prompt_token_ids or request.max_tokens < 1:
         raise RefusedError(StatusCode.INVALID_ARGUMENT, f"{lengths}: each must be at least 1")
     if request.accepted_before:
-        return  # an executor that can compute it is waited for
+        return  # it waits for an executor that can compute it
     if not core.executors:
         raise RefusedError(StatusCode.UNAVAILABLE, "no executor is attached; try again when one is")
     if request.needs and not request.needs <= core.features:
@@ -65,9 +65,10 @@ def _check_fits(core: CoreState, request: Request) -> None:
 
 
 def _check_queue(core: CoreState, tenant: Tenant, request: Request, now: float) -> None:
-    """Who waits for a limit of its own tenant is in nobody's way, and counted apart, to the same number.
+    """Limits the queue. Requests held back by their own tenant's limit are not in the way of others.
 
-    What there is beyond it, of tenants that came to their limits later, counts with the others again.
+    They are counted apart, up to the same number; what exceeds it (tenants may reach their limits only later)
+    counts with the others again.
     """
     limits = core.limits
     if limits.max_queued is not None:
@@ -127,19 +128,19 @@ def _check_tenant(core: CoreState, tenant: Tenant, request: Request, now: float)
 
 
 def _own_seats(core: CoreState, tenant: Tenant) -> int:
-    """Free seats that its own limit lets the tenant take: who waits for one of them is hardly queued."""
+    """Free seats that the tenant's own limit lets it take: a request for one of these is hardly queued."""
     free = core.num_free_seats
     limit = tenant.limits.max_running
     return free if limit is None else min(free, max(0, limit - tenant.num_running))
 
 
 def _check_hopeless(core: CoreState, request: Request, tenant: Tenant, now: float) -> None:
-    """Under the deadline policy, work that cannot be done in time is not begun (but see `doubt`)."""
+    """Under the deadline policy, refuses a request that cannot be done in time (but see `doubt`)."""
     if core.limits.policy is not Policy.DEADLINE or request.deadline is None or request.deadline <= now:
         return
     num_waiting = len(core.waiting)
     wait = core.drain_rate.predicted_wait(num_waiting, now) if num_waiting else 0.0
-    # The least it can take: neither its length is known, nor yet how much of it is cached.
+    # A lower bound: neither its output length nor how much of its prompt is cached is known yet.
     service = core.slack.least_service(Sequence.of(request, tenant, NO_IDS, 0))
     if now + service > request.deadline and core.doubt.may_refuse(now):
         left = request.deadline - now

@@ -1,22 +1,22 @@
-"""When a prediction that refuses requests is put to the test. Pure.
+"""Tests, now and then, a prediction by which requests are refused. Pure.
 
-What is refused is never computed, so it never shows that the prediction was wrong. Once in a minute of
-refusing, one is taken in all the same: at worst it ends by its deadline, behind all that can be done in time.
+A refused request is never computed, so it never shows that the prediction was wrong. Therefore one is taken
+in after each minute of refusing: at worst it ends by its deadline, behind all that can be done in time.
 """
 
 _SECONDS = 60.0
 
 
 class Doubt:
-    """In a prediction by which requests are refused."""
+    """Doubt in a prediction by which requests are refused."""
 
     __slots__ = ("_since",)
 
     def __init__(self) -> None:
-        self._since: float | None = None  # the first refusal since it was last put to the test
+        self._since: float | None = None  # the first refusal since the last test
 
     def may_refuse(self, now: float) -> bool:
-        """Whether it may refuse one now; else this one is the test."""
+        """Whether it may refuse a request now; if not, this one is the test."""
         if self._since is None:
             self._since = now
         elif now >= self._since + _SECONDS:

@@ -1,8 +1,8 @@
-"""Who must move when an executor wants to leave: those that it will not have finished by then.
+"""Decides which sequences must leave a draining executor: those that it is not expected to finish in time.
 
-What ends in time stays to its end: a move costs a recompute. Who would be cut off moves while there is time,
-and its client sees a short pause. Where no other executor could take them all stay: they get on here, and go
-on from where they are when an executor is back. Pure.
+Sequences that end in time stay to their end, since a move costs a recompute. Those that would be cut off move
+while there is time, and their clients see a short pause. A sequence that no other executor can take stays: it
+progresses here, and continues from where it is when an executor is back. Pure.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""Who may enter the batch of one executor now, and who makes way for whom.
+"""Whether a sequence may enter an executor's batch now, and which ones would have to make way for it.
 
-Changes only what it found out: the queue's marks for those who are passed over, whom a sequence follows in
-the prefix cache, and the executor state's `is_still_looking` and `too_full_for`. Pure.
+Changes only what records its findings: which sequences the queue passes over, what a sequence follows in the
+prefix cache, and the executor state's `is_still_looking` and `too_full_for`. Pure.
 """
 
 import math
@@ -19,7 +19,7 @@ from scheduler.waiting import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """It may enter; these blocks of its beginning were found."""
+    """It may enter; these cached blocks match its prefix."""
 
     matched: list[int]
 
@@ -31,17 +31,17 @@ class Blocked:
 
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """Nobody can tell yet: the names of its blocks are still being made, a slice at each step."""
+    """Not known yet: the names of its blocks are still being made, a slice in each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtOwnLimit:
-    """Its tenant is at a limit of its own: that one's are passed over, and hold nobody back."""
+    """Its tenant is at a limit of its own: that tenant's sequences are passed over and hold nobody back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """This one is just computing its beginning: it waits for that, and holds nobody back."""
+    """`leader` is computing its prefix: it waits for that, and holds nobody back."""
 
     leader: Sequence
 
@@ -50,7 +50,7 @@ Found = Fits | Blocked | Hashing | AtOwnLimit | Follows
 
 
 def obstacle(state: ExecutorState, head: Sequence | None, *, has_budget: bool) -> Reason | None:
-    """What keeps anybody from entering, blocks aside."""
+    """What keeps any sequence from entering, blocks aside."""
     if head is None:
         return None
     if len(state.running) >= state.max_num_seqs:
@@ -59,7 +59,7 @@ def obstacle(state: ExecutorState, head: Sequence | None, *, has_budget: bool) -
 
 
 class Entrance:
-    """The entrance to every executor's batch."""
+    """Decides about entering, for the batches of all executors."""
 
     __slots__ = ("_executors", "_lengths", "_limits", "_waiting")
 
@@ -98,10 +98,10 @@ class Entrance:
         return Blocked()
 
     def _tenant_allows(self, state: ExecutorState, seq: Sequence, num_taken: int = 0) -> bool:
-        """Whether its tenant's own limits let `seq` enter, when others of it take `num_taken` blocks before.
+        """Whether its tenant's limits let `seq` enter, when the tenant takes `num_taken` blocks first.
 
-        Where whole lengths are reserved, those of the tenant's own sequences are, so that none of them is
-        ever preempted for its limit either.
+        When whole lengths are reserved, the tenant's own sequences are reserved for too, so that its limit
+        never causes a preemption either.
         """
         tenant = seq.tenant
         if not tenant.may_run_one_more or not tenant.may_hold(
@@ -126,8 +126,8 @@ class Entrance:
     ) -> bool:
         """Whether there are blocks for its whole context, and for what it and the running will grow by.
 
-        `leaving` are taken to be gone, and `num_taken` blocks to be needed by those who stay. Shared blocks
-        cost nothing, unless nobody held them.
+        Assumes that `leaving` have left and that those who stay take `num_taken` blocks. Shared blocks cost
+        nothing, unless they were idle.
         """
         blocks = state.blocks
         used = set(matched)
@@ -146,9 +146,9 @@ class Entrance:
         running = state.running.values()
         staying = [member for member in running if member not in gone] if gone else running
         if not staying:
-            return True  # alone it fits: `submit` and `attach` saw to that
-        # What several hold counts once. Who leaves takes at least as much off the sum as off this, so that a
-        # reservation stays one.
+            return True  # alone it fits: `submit` and `attach` made sure
+        # Shared blocks count once. A sequence that leaves takes at least as much off the sum as off this, so
+        # a reservation stays one.
         num_entries = sum([len(member.block_table) for member in staying]) + len(matched)
         num_shared = num_entries - (blocks.num_blocks - num_free - num_taken + num_idle)
         match self._limits.admission:
@@ -166,7 +166,7 @@ class Entrance:
         return needed <= limit
 
     def who_makes_way(self, state: ExecutorState, head: Sequence) -> list[Sequence]:
-        """Less important sequences whose leaving lets `head` enter now; empty when it needs or gets none."""
+        """Less important sequences whose leaving lets `head` enter now; empty if none need or suffice."""
         growing = [
             seq for seq in state.running.values() if seq.needs_block
         ]  # in this very step, before `head`
@@ -185,7 +185,7 @@ class Entrance:
                 has_room or self._has_room(state, head, matched, leaving, num_taken)
             )
 
-        # Where a seat is all that lacks, blocks stay as they are, and are found again.
+        # If only a seat is lacking, the victims' blocks keep their content and are found again.
         keeps_blocks = has_room and self._limits.prefix_caching
         return policy.displaced(
             head,
@@ -197,9 +197,9 @@ class Entrance:
 
 
 def _leader(state: ExecutorState, seq: Sequence, matched: list[int]) -> Sequence | None:
-    """Whose work on the beginning of `seq` it should wait for, if anybody's.
+    """The sequence that is computing the prefix of `seq`, if `seq` should wait for it.
 
-    Nobody's who is less important: such a one gets its tokens after all others, and `seq` would as well.
+    Never a less important one: that gets its tokens after all others, and `seq` would have to wait as long.
     """
     leader = state.cache.leader_of(seq, len(matched))
     return None if leader is None or leader.importance > seq.request.priority else leader

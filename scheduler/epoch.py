@@ -1,6 +1,6 @@
-"""One epoch of one executor: plans out, results in, over as many streams as it takes, until it is lost.
+"""Drives one epoch of one executor: plans out, results in, over as many streams as it takes, until its end.
 
-The only caller of `schedule` and `update`. Everything here waits for an event and none of it polls, but for
+The only caller of `schedule` and `update`. Everything here waits for an event and nothing polls, except for
 the connection itself (`ExecuteStream.connected`): whatever may give the executor work (a request, a cancel, a
 deadline, a result) sets its `wake`.
 """
@@ -28,16 +28,16 @@ from scheduler.running_scheduler import RunningScheduler
 
 _log = structlog.get_logger()
 RECONNECT_SECONDS = 0.05  # at most
-# A result may be here and not be read yet, when it was this process that stood still.
+# A result may have arrived but not been read yet, if it was this process that stood still.
 _READING_SECONDS = 0.25
 _MIN_LOOK_SECONDS = 0.005
 AUDIT_STEPS = 1024
-# A stream that lived longer than any attempt to connect was a connection, even if it brought nothing.
+# A stream that lived longer than any attempt to connect was connected, even if it brought nothing.
 HELD_SECONDS = 2.0 * MAX_RECONNECT_SECONDS
 
 
 class StepLateError(Exception):
-    """A step takes far longer than it should: the executor hangs, or stands still."""
+    """A step takes far longer than it should: the executor hangs, or is paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Loss:
 
     reason: str
     is_crash: bool = False
-    """What it computed may be why: the executor died of it, hangs, or answered wrongly."""
+    """What it computed may be the cause: the executor died, hangs, or answered wrongly."""
     is_late: bool = False
     """It has not died: a step took too long."""
     is_unfit: bool = False
-    """It has not died: what it answered does not fit."""
+    """It has not died: its answer does not fit the plan."""
     held: HeldError | None = None
     """Another scheduler has the executor."""
 
@@ -76,7 +76,7 @@ class Epoch:
         self._state = scheduler.core.executors[executor_id]
 
     async def run(self, connect: Callable[[], ExecuteStream]) -> Loss:
-        """Drives the executor over one stream after the other; returns why the epoch is over."""
+        """Drives the executor over one stream after another; returns why the epoch is over."""
         broken_since: float | None = None
         executor_id, state, session = self._executor_id, self._state, self._state.session
         while True:
@@ -114,10 +114,10 @@ class Epoch:
             await asyncio.sleep(RECONNECT_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
 
     async def _drive(self, stream: ExecuteStream) -> None:
-        """Sends plans and applies results until the stream ends; raises why it ended.
+        """Sends plans and applies results until the stream ends; raises the reason for its end.
 
-        A step that takes longer than the step timeout, and than 20 times what was predicted for it, ends the
-        stream with StepLateError. Nothing waits for the writer: an executor that takes nothing may hold it up
+        A step that takes longer than the step timeout, and than 20 times its predicted duration, ends the
+        stream with StepLateError. Nothing waits for the writer: an executor that takes nothing may block it
         for as long as the connection lasts, even after the call was cancelled.
         """
         state = self._state
@@ -129,7 +129,7 @@ class Epoch:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if writing.done() and isinstance(writing.exception(), ExecutorUnreachableError):
-                # The writer only sees that the call is over; the reader knows its status.
+                # The writer only sees that the call has ended; the reader knows its status.
                 await asyncio.wait([reading], timeout=1)
             for task in tasks:
                 if task.done():
@@ -142,7 +142,7 @@ class Epoch:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write_plans(self, stream: ExecuteStream) -> None:
-        """Sends again the plans that have no answer; then plans and sends whenever there may be work.
+        """Sends unanswered plans again; after that, plans and sends whenever there may be work.
 
         Nothing is planned before there is a connection: if the executor is dead, a sequence planned for it
         would only wait there, and then be suspected of having killed it.
@@ -166,7 +166,7 @@ class Epoch:
         clock, session, scheduler = self._state.clock, self._state.session, self._scheduler
         while True:
             late_at = clock.late_at(self._step_timeout_seconds)
-            if late_at is None:  # what is sent from now on cannot be late before that
+            if late_at is None:  # what is sent from now on cannot be late earlier than that
                 await asyncio.sleep(self._step_timeout_seconds)
             elif scheduler.now() < late_at:
                 await asyncio.sleep(late_at - scheduler.now())
@@ -190,7 +190,7 @@ class Epoch:
                 if plan.step_id % AUDIT_STEPS == 0:
                     audit.check_counts(state)
             elif state.is_still_looking and not state.session.num_unanswered:
-                await asyncio.sleep(0)  # what takes long is done in slices: let others in between
+                await asyncio.sleep(0)  # long work is done in slices: let other tasks run in between
             else:
                 break
         audit.check_idle(state)
@@ -208,7 +208,7 @@ class Epoch:
 
 @contextlib.contextmanager
 def _waking_at(when: float | None, wake: asyncio.Event) -> Iterator[None]:
-    """Sets `wake` at that time, unless the block has been left."""
+    """Sets `wake` at that time, unless the block was left before."""
     if when is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Calls to one executor, and what its status codes mean. Knows the wire and the contract, decides nothing."""
+"""Calls one executor and interprets its status codes. Knows the wire and the contract, decides nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ class EpochLostError(Exception):
 
 
 class HeldError(Exception):
-    """Another scheduler holds the executor: step down. `term` is 0 when the executor does not tell."""
+    """Another scheduler holds the executor: step down. `term` is 0 when the executor does not say."""
 
     def __init__(self, message: str, holder: str = "", term: int = 0) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class HeldError(Exception):
 
 
 class LeftError(Exception):
-    """The executor went away on purpose, with nothing left to do: it will not come back with this epoch."""
+    """The executor left on purpose, with nothing left to do: it will not come back with this epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class ExecutorClient:
         self._stub: executor_pb2_grpc.ExecutorAsyncStub = executor_pb2_grpc.ExecutorStub(self._line.channel)
 
     async def close(self) -> None:
-        """Gives the connection back."""
+        """Closes the connection."""
         await self._line.close()
 
     async def open(self, scheduler_id: str, term: int = 0) -> Opened:
-        """Takes the executor over, at this term or (0) at the next.
+        """Takes over the executor, at this term or (0) at the next.
 
         Raises ExecutorUnreachableError or HeldError.
         """
@@ -86,8 +86,8 @@ class ExecutorClient:
             raise ExecutorUnreachableError(str(error)) from error
 
     def execute(self) -> "ExecuteStream":
-        """A new stream of plans; the newest one of an epoch wins."""
-        # Plans are serialized by who sends them, and knows their size.
+        """Opens a new stream of plans; the newest one of an epoch wins."""
+        # Plans are serialized by the sender, which needs to know their size.
         execute = self._line.channel.stream_stream(
             _EXECUTE, request_serializer=None, response_deserializer=executor_pb2.StepResult.FromString
         )
@@ -95,7 +95,7 @@ class ExecutorClient:
 
 
 class ExecuteStream:
-    """Plans out, results in."""
+    """One stream: plans out, results in."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class ExecuteStream:
         self._tls = tls
 
     async def connected(self) -> None:
-        """Returns once there is a connection; where there is none, `results` raises. A call begins before."""
-        # Not by `channel_ready`: what waits for a change of state, and is cancelled, complains when it comes.
+        """Returns once there is a connection; without one, `results` raises. A call begins before that."""
+        # Not with `channel_ready`: when it is cancelled, it complains about the next change of state.
         while self._channel.get_state() is not grpc.ChannelConnectivity.READY:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
 
@@ -123,13 +123,13 @@ class ExecuteStream:
             raise ExecutorUnreachableError("the stream has ended") from error
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Results in order; never ends but by raising what the end of the stream means.
+        """Results in order; ends only by raising what the end of the stream means.
 
-        Raises SessionBrokenError for bytes that are no result.
+        Raises SessionBrokenError for bytes that are not a result.
         """
         try:
             async for message in self._call:
-                if message is None:  # how grpc tells of bytes that it cannot parse
+                if message is None:  # grpc's way to report bytes that it cannot parse
                     raise SessionBrokenError("what came is no StepResult")
                 yield wire.result_of(message)
         except grpc.aio.AioRpcError as error:
@@ -137,7 +137,7 @@ class ExecuteStream:
         raise ExecutorUnreachableError("the executor closed the stream")
 
     def cancel(self) -> None:
-        """Breaks the stream off."""
+        """Cancels the stream."""
         self._call.cancel()
 
 

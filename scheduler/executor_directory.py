@@ -1,4 +1,4 @@
-"""Which executors there are: those listed, and every address that a dns:/// name has now."""
+"""Keeps track of the executors there are: those listed, and all addresses that a dns:/// name now has."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ RESOLVE_SECONDS = 1.0
 
 
 class ExecutorDirectory:
-    """Keeps one loop for each executor."""
+    """Runs one loop for each executor."""
 
     def __init__(self, addresses: list[Address], make_loop: Callable[[Address], ExecutorLoop]) -> None:
         self._addresses = addresses
@@ -41,7 +41,7 @@ class ExecutorDirectory:
                 self._loops[executor_id] = self._make_loop(address)
                 self._tasks[executor_id] = asyncio.create_task(self._loops[executor_id].run())
         if None not in answers:
-            # One that its name has left and that is lost as well will not come back under this address.
+            # An executor that is both lost and gone from its name will not come back under this address.
             await self._end(
                 [name for name, loop in self._loops.items() if name not in found and not loop.is_attached]
             )
@@ -55,7 +55,7 @@ class ExecutorDirectory:
 
 
 async def _resolved(address: Address) -> list[Address] | None:
-    """Every address behind a dns:///NAME:PORT, or None when it cannot be told now; any other as it is."""
+    """All addresses behind dns:///NAME:PORT, or None if unknown now; other addresses are kept as is."""
     name, separator, port = address.target.removeprefix("dns:///").rpartition(":")
     if not address.target.startswith("dns:///") or not separator:
         return [address]

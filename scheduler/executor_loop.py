@@ -1,8 +1,8 @@
-"""One executor's life from the scheduler's side: open it, drive its epoch, lose it, open it again.
+"""The life of one executor: open it, drive its epoch, lose it, open it again.
 
-One that answered wrongly rehearses before it gets anybody's request again (`rehearsal`).
+An executor that answered wrongly rehearses before it gets any client's request again (`rehearsal`).
 
-How it is driven is `epoch`'s business, which executors there are `executor_directory`'s.
+How an epoch is driven is `epoch`'s business; which executors there are, `executor_directory`'s.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def _backoff(attempt: int, at_most: float = MAX_RETRY_SECONDS) -> float:
 
 
 class ExecutorLoop:
-    """Of one address, for as long as there is an executor."""
+    """Serves one address, for as long as there is an executor."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class ExecutorLoop:
         term: int = 0,
         on_held: Callable[[str, int], None] | None = None,
     ) -> None:
-        """`term`: of the lease, 0 without one. `on_held(holder, term)` tells who has the executor instead."""
+        """`term`: of the lease, or 0. `on_held(holder, term)`: called if another scheduler has it."""
         self._scheduler = scheduler
         self._term = term
         self._on_held = on_held
         self._step_timeout_seconds = step_timeout_seconds
-        self._num_late = 0  # epochs in a row that ended with their first step late
-        self._is_doubted = False  # it answered wrongly, and has not rehearsed well since
+        self._num_late = 0  # epochs in a row in which the first step was late
+        self._is_doubted = False  # it answered wrongly, and has not passed a rehearsal since
         self._address = address
         self._scheduler_id = scheduler_id
         self._reattach_seconds = reattach_seconds
@@ -102,14 +102,15 @@ class ExecutorLoop:
                     self._scheduler.executor_lost(executor_id, loss.reason, is_crash=loss.is_crash)
                 log.warning("executor_lost", reason=loss.reason, is_crash=loss.is_crash)
                 # Not at once: an executor that breaks every epoch must not spin, and a scheduler that has
-                # just taken it over needs a moment to open its stream, by which it holds the executor.
+                # just taken it over needs a moment to open its stream, which is what lets it hold the
+                # executor.
                 await asyncio.sleep(RETRY_SECONDS)
         finally:
             self._scheduler.executor_given_up(executor_id)
             await self._client.close()
 
     async def _open_fitting(self, executor_id: str) -> Opened:
-        """Opens the executor until it is one that may be attached."""
+        """Opens the executor again and again until it may be attached."""
         attempt = num_fenced = 0
         while True:
             opened = await self._open(executor_id)
@@ -126,7 +127,7 @@ class ExecutorLoop:
             elif not self._is_doubted:
                 return opened
             elif (fault := await self._rehearse(executor_id, opened)) is None:
-                self._is_doubted = False  # opened once more, it knows nothing of its rehearsal
+                self._is_doubted = False  # opened again, it will know nothing of its rehearsal
             else:
                 seconds = _backoff(num_fenced, MAX_FENCED_SECONDS)
                 num_fenced += 1
@@ -135,7 +136,7 @@ class ExecutorLoop:
                     num_fenced = 0
 
     async def _rehearse(self, executor_id: str, opened: Opened) -> str | None:
-        """Has it compute a request that nobody asked for; returns what went wrong, or None."""
+        """Lets it compute a made-up request; returns what went wrong, or None."""
         scheduler = RunningScheduler(SchedulerCore(), on_serving=lambda *_: None)
         wake = asyncio.Event()
         scheduler.executor_attached(executor_id, opened, wake)
@@ -161,7 +162,7 @@ class ExecutorLoop:
         return loss.reason
 
     async def _sit_out(self, executor_id: str, instance_id: str, seconds: float, fault: str) -> bool:
-        """The time of a fence; False as soon as another process is there, which is not the one to blame."""
+        """Waits out a fence; returns False once another process answers, which is not the one to blame."""
         fenced = f"the executor at {executor_id} is fenced until it answers rightly: {fault}"
         until = self._scheduler.now() + seconds
         while (left := until - self._scheduler.now()) > 0:
@@ -173,7 +174,7 @@ class ExecutorLoop:
         return True
 
     async def _until_gone(self, executor_id: str) -> None:
-        """Returns when that executor was not attached for a while: opening its twin would end its epoch."""
+        """Returns once that executor has been detached for a while: opening its twin would end its epoch."""
         num_looks = 0
         while num_looks < _TWIN_GONE_LOOKS:
             await asyncio.sleep(MAX_RETRY_SECONDS)
@@ -199,7 +200,7 @@ class ExecutorLoop:
             self._on_held(error.holder, error.term)
 
     async def _drive_epoch(self, executor_id: str, wake: asyncio.Event) -> Loss:
-        """Until it is over; returns why."""
+        """Drives one epoch; returns why it is over."""
         loss = await self._epoch(self._scheduler, executor_id, wake).run(self._client.execute)
         if loss.is_late:
             has_answered = self._scheduler.core.executors[executor_id].session.acked_step_id > 0
@@ -209,7 +210,7 @@ class ExecutorLoop:
         return loss
 
     def _epoch(self, scheduler: RunningScheduler, executor_id: str, wake: asyncio.Event) -> Epoch:
-        # An executor whose first steps are slow, and nobody knows how slow yet, is given more time each time.
+        # An executor with slow first steps gets more time on each attempt: how slow is not known yet.
         return Epoch(
             scheduler,
             executor_id,

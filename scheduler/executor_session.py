@@ -1,15 +1,15 @@
-"""Exactly once towards one executor: epoch, step numbers, the window, what to send again.
+"""Exactly once towards one executor: epoch, step numbers, the window, and what to send again.
 
 A state machine without I/O, in the manner of h11. The core asks it whether a plan may leave and gives it
 every result first; the client in `executor_client` only moves messages.
 
-    open(epoch) ─► next_step() … sent(plan) ─► received(result) ─► …
+    open(epoch) ─► next step … sent(plan) ─► received(result) ─► …
                         broken stream, same epoch: resend() says what to send again, byte for byte
-                        epoch lost: the object is thrown away with its executor's state
+                        epoch lost: the object is discarded along with its executor's state
 
-Rules kept here (docs/protocol.md): at most `window` plans unanswered; results in order; a result twice is
+Rules kept here (docs/protocol.md): at most `window` plans unanswered; results in order; a repeated result is
 dropped; `acked_step_id` is the newest result applied; a result that does not fit breaks the session, and its
-plan stays unanswered: one of the rows may be what the executor cannot compute (`suspects`).
+plan stays unanswered: one of its rows may be what the executor cannot compute (`suspects`).
 """
 
 from collections import deque
@@ -20,14 +20,14 @@ from scheduler.sequence import FinishReason, Sequence
 
 
 class SessionBrokenError(RuntimeError):
-    """The executor's answer does not fit the plans: its epoch is given up and opened anew."""
+    """The executor's answer does not fit the plans: its epoch is abandoned and the executor opened again."""
 
 
 def check_ids(result: StepResult, plan: BatchPlan | None, capacity: Capacity) -> None:
-    """Raises SessionBrokenError for an id that the model has not, and for a stop at one that stops nothing.
+    """Raises SessionBrokenError for an id outside the vocabulary, and for a stop at an id that stops nothing.
 
-    No other executor would take such an id back. `plan` is the one that the result should answer. Asked
-    before a result reaches the core, and not there: a replay has no ids.
+    No other executor would accept such an id later. `plan` is the one that the result should answer. Called
+    before a result reaches the core, not by the core: a replay has no ids.
     """
     highest = max(result.token_ids, default=0)
     if highest >= capacity.vocab_size:
@@ -40,7 +40,7 @@ def check_ids(result: StepResult, plan: BatchPlan | None, capacity: Capacity) ->
 def _check_stops(
     plan: BatchPlan, result: StepResult, stopped: list[FinishedSequence], eos_token_ids: frozenset[int]
 ) -> None:
-    """A sequence stops with an id that ends it, once it may; `rows_that_ran` looks at all else."""
+    """A sequence may stop only at an id that ends it; `rows_that_ran` checks all else."""
     members = dict(zip(plan.seq_ids, plan.rows, strict=True))
     counts = dict(zip(result.seq_ids, result.num_sampled, strict=False))  # their lengths are checked later
     behind = dict(zip(result.seq_ids, accumulate(result.num_sampled), strict=False))
@@ -55,7 +55,7 @@ def _check_stops(
         if last[0] not in request.end_token_ids(eos_token_ids):
             raise SessionBrokenError(f"{where} at {last[0]}, which does not end it")
         num_output = seq.num_output_tokens + counts[seq_id]
-        # A constraint may leave nothing but an end.
+        # A constraint may allow nothing but an end.
         if num_output <= request.min_tokens and "constraints" not in request.needs:
             raise SessionBrokenError(
                 f"{where} with its {num_output}. token, {request.min_tokens} were to come before"
@@ -63,9 +63,9 @@ def _check_stops(
 
 
 def rows_that_ran(plan: BatchPlan, result: StepResult) -> list[Sequence]:
-    """The plan's rows that the result tells of, in its order.
+    """The plan's rows that the result reports on, in its order.
 
-    Missing may be only rows that are over on one side: ghosts, and rows in error. Raises SessionBrokenError
+    Only rows that have ended on one side may be missing: ghosts, and rows in error. Raises SessionBrokenError
     for any other difference.
     """
     if len(result.token_ids) != sum(result.num_sampled):
@@ -77,7 +77,7 @@ def rows_that_ran(plan: BatchPlan, result: StepResult) -> list[Sequence]:
 
 
 def _check_finished(plan: BatchPlan, result: StepResult) -> None:
-    """A sequence ends with a token, and by its length when it has all of them."""
+    """A sequence must end with a token, and by length only when it has all its tokens."""
     num_sampled = dict(zip(result.seq_ids, result.num_sampled, strict=True))
     members = dict(zip(plan.seq_ids, plan.rows, strict=True))
     for finished in result.finished:
@@ -149,16 +149,16 @@ class ExecutorSession:
         return len(self.unanswered) < self.window
 
     def sent(self, plan: BatchPlan) -> None:
-        """Keeps a plan until its result is in."""
+        """Keeps a plan until its result arrives."""
         assert self.can_send
         assert plan.step_id == self.last_step_id + 1
         self.last_step_id = plan.step_id
         self.unanswered.append(plan)
 
     def received(self, result: StepResult) -> tuple[BatchPlan, list[Sequence]] | None:
-        """The plan this result answers, and its rows that ran; None when it was applied before.
+        """The plan that this result answers, and its rows that ran; None if it was applied before.
 
-        Raises SessionBrokenError when it belongs to another epoch, comes out of order, or does not fit.
+        Raises SessionBrokenError when it belongs to another epoch, is out of order, or does not fit.
         """
         if result.epoch != self.epoch:
             raise SessionBrokenError(f"result of epoch {result.epoch:#x}, this one is {self.epoch:#x}")
@@ -174,5 +174,5 @@ class ExecutorSession:
         return plan, rows
 
     def resend(self) -> list[BatchPlan]:
-        """What a new stream of the same epoch must carry first."""
+        """What a new stream of the same epoch must send first."""
         return list(self.unanswered)

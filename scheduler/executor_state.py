@@ -1,7 +1,7 @@
-"""One attached executor as the core sees it: what it can take, what runs there, who owns its blocks.
+"""One attached executor as the core sees it: what it can take, what runs there, which blocks are held.
 
-Pure data, and a few numbers derived from it. Written by the core and by its parts during a call of the
-core; `is_away` is written by `epoch`, which knows the stream.
+Pure data, and a few numbers derived from it. Written by the core and its parts during a call of the core;
+`is_away` is written by `epoch`, which knows the stream.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from scheduler.tenants import Tenant
 
 
 class ExecutorState:
-    """One attached executor: what it can take, what runs there, who owns its blocks."""
+    """One attached executor: what it can take, what runs there, which blocks are held."""
 
     __slots__ = (
         "batching",
@@ -83,7 +83,7 @@ class ExecutorState:
         self.max_num_batched_tokens = min(
             capacity.max_num_batched_tokens, limits.max_num_batched_tokens or capacity.max_num_batched_tokens
         )
-        # No more seats than a step has tokens: each who decodes has one, and who does not has what is left.
+        # No more seats than tokens in a step, so that each decoding sequence can have one.
         self.max_num_seqs = min(
             capacity.max_num_seqs,
             limits.max_num_seqs or capacity.max_num_seqs,
@@ -93,46 +93,46 @@ class ExecutorState:
         self.step_time = StepTimeModel()
         self.clock = StepClock()
         self.pace = Pace(self.clock)
-        self.held_until: float | None = None  # the next plan is not to leave before this time
+        self.held_until: float | None = None  # the next plan must not leave before this time
         self.running: dict[int, Sequence] = {}  # by seq_id, in order of admission
         self.num_running_of: dict[int, int] = {}  # by importance class
-        self.too_full_for: Sequence | None = None  # the head that found no room: nothing has left since
+        self.too_full_for: Sequence | None = None  # next sequence: it found no room, and none has left since
         self.entering_padding: list[Sequence] = []  # padding rows that enter with the next plan
-        self.released_seq_ids: list[int] = []  # to be told to the executor with the next plan
-        self.has_ghosts = False  # it still remembers a finished sequence
-        self.left: list[Leaver] = []  # since the last plan, for those who watch
+        self.released_seq_ids: list[int] = []  # told to the executor with the next plan
+        self.has_ghosts = False  # the executor still remembers a finished sequence
+        self.left: list[Leaver] = []  # since the last plan, for watchers
         self.next_seq_id = 1
         self.is_draining = False
-        self.leaves_at = 0.0  # while it drains: when it goes at the latest
+        self.leaves_at = 0.0  # while it drains: the latest time at which it leaves
         self.is_away = False  # its stream is broken: it may come back with the same epoch
-        self.num_queued_tokens = 0  # still to be computed, of those who run, beyond the plans made so far
-        self.look_again_at: float | None = None  # it is idle, and left somebody to another one
-        self.to_register: deque[tuple[Sequence, int, int]] = deque()  # full blocks still to be made known
-        self.made_way_for: Sequence | None = None  # who enters first in this plan
-        self.crowded: dict[Tenant, None] = {}  # their own block limit stops them
-        self.fault: BlockError | None = None  # blocks and holders disagree: the epoch must end
-        # Whom to admit is not known yet: a long prompt is still being hashed, or very many are found to be
-        # too late. Plan again even if nothing else happens.
+        self.num_queued_tokens = 0  # tokens that running sequences still need, beyond the plans made so far
+        self.look_again_at: float | None = None  # it is idle, and left a sequence to another executor
+        self.to_register: deque[tuple[Sequence, int, int]] = deque()  # full blocks still to be named
+        self.made_way_for: Sequence | None = None  # enters first in this plan
+        self.crowded: dict[Tenant, None] = {}  # tenants whose own block limit stops a sequence
+        self.fault: BlockError | None = None  # blocks and their holders disagree: the epoch must end
+        # It is not yet known what to admit: a long prompt is still being hashed, or very many sequences turn
+        # out to be too late. Plan again even if nothing else happens.
         self.is_still_looking = False
-        self.num_put_behind = 0  # of the latter, in this plan
-        self.previous_step_us = 0  # of the newest answered step that had rows, for those who watch
+        self.num_put_behind = 0  # too late, and put behind in this plan
+        self.previous_step_us = 0  # of the newest answered step that had rows, for watchers
         self.previous_idle_us = 0
 
     def release(self, seq: Sequence) -> None:
-        """`seq` holds its blocks no more. A disagreement is kept for the next plan to raise."""
+        """`seq` gives up its blocks. A disagreement is kept for the next plan to raise."""
         try:
             self.blocks.release(seq.block_table)
         except BlockError as error:
             self.fault = error
 
     def take_seat(self, seq: Sequence) -> None:
-        """`seq` is in the batch under its seq_id."""
+        """`seq` is now in the batch, under its seq_id."""
         self.running[seq.seq_id] = seq
         priority = seq.request.priority
         self.num_running_of[priority] = self.num_running_of.get(priority, 0) + 1
 
     def give_seat_back(self, seq: Sequence) -> None:
-        """`seq` is in the batch no more."""
+        """`seq` is no longer in the batch."""
         del self.running[seq.seq_id]
         self.too_full_for = None
         priority = seq.request.priority
@@ -142,23 +142,23 @@ class ExecutorState:
 
     @property
     def least_important(self) -> int | None:
-        """The largest priority value among the running; None when nobody runs."""
+        """The largest priority value among the running sequences; None if there are none."""
         return max(self.num_running_of, default=None)
 
     def num_freed(self, seq: Sequence) -> int:
-        """Blocks that can be had when `seq` gives its own up: those it shares stay with the others."""
+        """Blocks that come free when `seq` releases its own: those that it shares stay held."""
         return self.blocks.num_private(seq.block_table)
 
     def recompute_tokens(self, seq: Sequence) -> int:
-        """Computed tokens lost when `seq` gives its blocks up; those in shared blocks are found again."""
+        """Computed tokens lost when `seq` releases its blocks; those in shared blocks are found again."""
         num_shared = len(seq.block_table) - self.num_freed(seq)
         return max(0, seq.num_computed_tokens - num_shared * self.blocks.block_size)
 
     def tokens_beside(self, num_decoding: int, max_step_us: float | None) -> int:
-        """Tokens that a step has for prompts beside so many sequences that decode.
+        """Tokens that a step has for prompts beside `num_decoding` decoding sequences.
 
-        While anything decodes, chunks may only fill the wanted duration of a step, `max_step_us`. They never
-        fall below one block of tokens: newcomers get on even where decoding alone takes longer.
+        While anything decodes, chunks may only fill up the target duration of a step, `max_step_us`. They
+        never get less than one block of tokens: newcomers progress even if decoding alone takes longer.
         """
         left = self.max_num_batched_tokens - num_decoding
         if max_step_us is None or not num_decoding:
@@ -172,5 +172,5 @@ class ExecutorState:
 
     @property
     def max_total_tokens(self) -> int:
-        """Longest prompt plus output that can ever run here."""
+        """Longest prompt plus output, in tokens, that can ever run here."""
         return min(self.capacity.max_seq_len, self.blocks.num_blocks * self.blocks.block_size)

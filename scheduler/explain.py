@@ -1,12 +1,11 @@
-"""Where one request's time went.
+"""Where the time of one request went.
 
-While it runs, a sequence only notes when something about it changes. While it waits, the reason is the same
-for everybody who waits: what keeps the next one from entering. So one clock for each reason runs in the core,
-and a waiting sequence takes its readings when it begins and when it ends to wait: no step costs more for how
-many wait. A tenant at a limit of its own is passed over as a whole, and one clock tells that of all its
-sequences.
+While it runs, a sequence only notes changes. While it waits, the reason is the same for all that wait: what
+keeps the next one from entering. So the core has one clock per reason, and a waiting sequence reads them when
+its wait begins and ends: the cost of a step does not depend on how many wait. A tenant at a limit of its own
+is passed over as a whole, and one clock keeps that time for all its sequences.
 
-The durations of a sequence's entries add up to the time since it came in. Pure: time is an argument.
+The durations of a sequence's entries add up to the time since it arrived. Pure: time is an argument.
 """
 
 from collections import OrderedDict
@@ -23,9 +22,9 @@ class Reason(Enum):
     QUEUED_FOR_SEAT = "queued_for_seat"
     QUEUED_FOR_BLOCKS = "queued_for_blocks"
     QUEUED_FOR_TOKENS = "queued_for_tokens"  # the step's token budget was used up
-    QUEUED_FOR_EXECUTOR = "queued_for_executor"  # none was there, or none took newcomers
-    QUEUED_FOR_STEP = "queued_for_step"  # nothing stood in the way but the step in flight
-    QUEUED_FOR_PREFIX = "queued_for_prefix"  # another request was just computing its beginning
+    QUEUED_FOR_EXECUTOR = "queued_for_executor"  # there was none, or none took newcomers
+    QUEUED_FOR_STEP = "queued_for_step"  # it only waited for the step in flight to end
+    QUEUED_FOR_PREFIX = "queued_for_prefix"  # another request was computing its prefix
     QUEUED_FOR_TENANT = "queued_for_tenant"  # its tenant was at a limit of its own
     PREFILL = "prefill"
     DECODE = "decode"
@@ -42,7 +41,7 @@ SHARED = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stretch of one sequence's life; times in seconds since it came in."""
+    """A stretch of one sequence's life; times in seconds since it arrived."""
 
     start: float
     duration: float
@@ -52,7 +51,7 @@ class Entry:
 
 
 class ReasonClocks:
-    """How long each shared reason has been what keeps the next one from entering."""
+    """For how long each shared reason has kept the next sequence from entering."""
 
     __slots__ = ("_reason", "_since", "_totals")
 
@@ -69,7 +68,7 @@ class ReasonClocks:
 
     @property
     def reason(self) -> Reason:
-        """What keeps the next one from entering now."""
+        """What keeps the next sequence from entering now."""
         return self._reason
 
     def readings(self, now: float) -> tuple[float, ...]:
@@ -81,20 +80,20 @@ class ReasonClocks:
 
 
 class AsideClock:
-    """How long one tenant has been passed over, and how far the shared clocks ran meanwhile.
+    """How long one tenant has been passed over, and how far the shared clocks ran in that time.
 
-    For its sequences they stood still then: they waited for their tenant's limit alone.
+    For its sequences these stood still: they waited only for their tenant's limit.
     """
 
     __slots__ = ("_began", "_missed", "whose")
 
     def __init__(self, whose: str = "") -> None:
         self.whose = whose
-        self._began: tuple[float, ...] | None = None  # what the shared clocks showed; None: it takes part
-        self._missed = (0.0,) * len(SHARED)  # by the shared clocks, while it was passed over
+        self._began: tuple[float, ...] | None = None  # shared clocks at the start; None: takes part
+        self._missed = (0.0,) * len(SHARED)  # by the shared clocks, while the tenant was passed over
 
     def turn(self, now: float, clocks: ReasonClocks) -> None:
-        """It is passed over from now on, or takes part again."""
+        """The tenant is passed over from now on, or takes part again."""
         if self._began is None:
             self._began = clocks.readings(now)
         else:
@@ -135,7 +134,7 @@ class TimeLine:
     def wait(
         self, now: float, clocks: ReasonClocks, *, step_id: int, detail: str, own: Reason | None = None
     ) -> None:
-        """It waits from now on: for its `own` reason, or for what everybody waits for."""
+        """It waits from now on: for a reason of its `own`, or for the shared one."""
         self.close(now, clocks)
         self._readings = self._aside.readings(now, clocks)
         self._reason, self._step_id, self._detail = own, step_id, detail
@@ -159,7 +158,7 @@ class TimeLine:
         self._since = now
 
     def _close_wait(self, span: float, readings: tuple[float, ...]) -> None:
-        """Shares the wait out among the reasons whose clocks ran; what no clock saw was waited elsewhere."""
+        """Divides a wait among the reasons whose clocks ran; what none of them saw was waited elsewhere."""
         reasons = (*SHARED, Reason.QUEUED_FOR_TENANT)
         shares = [
             (reason, end - start)
@@ -180,7 +179,7 @@ class TimeLine:
         self.entries.append(Entry(start - self._arrival, duration, reason, self._step_id, detail))
 
     def so_far(self, now: float, clocks: ReasonClocks) -> list[Entry]:
-        """All entries, the open stretch included, without ending it."""
+        """All entries, including the open stretch, which stays open."""
         copy = TimeLine.__new__(TimeLine)
         for name in self.__slots__:
             setattr(copy, name, getattr(self, name))
@@ -190,7 +189,7 @@ class TimeLine:
 
 
 class TimeLines:
-    """Time lines of the last requests that ended, by tenant, request id and choice."""
+    """Time lines of the requests that ended last, by tenant, request id and choice."""
 
     __slots__ = ("_kept",)
 
@@ -206,5 +205,5 @@ class TimeLines:
             self._kept.popitem(last=False)
 
     def of(self, tenant: str, request_id: str) -> dict[int, list[Entry]]:
-        """The lines kept of this tenant's id, by choice; empty when there are none."""
+        """The lines kept for this tenant's request id, by choice; empty when there are none."""
         return dict(self._kept.get((tenant, request_id), {}))

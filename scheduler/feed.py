@@ -1,9 +1,9 @@
-"""What those who follow are told: several steps of an executor in one message, and of each only what changed.
+"""Sends followers what changes in the batches: several steps in one message, and of each only the changes.
 
-Nobody follows: nothing is computed. A step in which the same rows decode as in the one before costs a
-comparison of columns and a count, however many rows there are. A message is made once, however many follow;
-a reader that is slow misses some, and is then told who sits where. `batch_changes` knows what changes;
-here is when it is told.
+Without followers nothing is computed. A step in which the same rows decode as in the one before costs a
+comparison of columns and a count, however many rows there are. A message is made once for all followers; a
+slow reader misses some, and is then sent the whole batch. `batch_changes` computes the changes; this module
+decides when to send them.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from scheduler.executor_state import ExecutorState
 from scheduler.plan import BatchPlan
 from scheduler.waiting import WaitingQueue
 
-# A dozen times a second is a moving picture; this is how late a step is told at most.
+# A dozen times a second looks like motion; this is how late a step is reported at most.
 FLUSH_SECONDS: Final = 0.08
 MAX_MESSAGES_PENDING: Final = 128
 
@@ -27,22 +27,22 @@ class FeedReader:
     def __init__(self, executor_id: str) -> None:
         self.executor_id = executor_id
         self.queue: asyncio.Queue[scheduler_pb2.BatchChanges] = asyncio.Queue(MAX_MESSAGES_PENDING)
-        self.num_missed: dict[str, int] = {}  # messages, by executor, since it was last told who sits where
+        self.num_missed: dict[str, int] = {}  # messages, by executor, since it was last sent the whole batch
 
 
 class _Followed:
-    """One executor: what has changed since the last message, and where its figures are."""
+    """One followed executor: what has changed since the last message, and its figures."""
 
     def __init__(self) -> None:
         self.changes = BatchChanges()
-        self.state: ExecutorState | None = None  # while there is something to tell
+        self.state: ExecutorState | None = None  # while there is something to send
         self.planned_at = 0.0
         self.num_plan_bytes = 0
         self.gauges = router_pb2.StepSummary()  # as of the last message
 
 
 class Feed:
-    """All readers, and all executors as they know them."""
+    """All readers, and all executors that they follow."""
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self._waiting = waiting
@@ -52,18 +52,18 @@ class Feed:
 
     @property
     def has_readers(self) -> bool:
-        """Whether anybody is told anything."""
+        """Whether there are any readers."""
         return bool(self._readers)
 
     def join(self, reader: FeedReader) -> None:
-        """It is told who sits where, as far as that is known, and from now on every step."""
+        """Sends a new reader the batches as far as they are known, and every step from now on."""
         self._flush()
         self._readers.add(reader)
         for one in self._followed.values():
             self._offer(reader, one, None)
 
     def leave(self, reader: FeedReader) -> None:
-        """It is gone; after the last one everything is forgotten."""
+        """Removes a reader; after the last one, everything is forgotten."""
         self._readers.discard(reader)
         if not self._readers:
             self._followed.clear()
@@ -72,7 +72,7 @@ class Feed:
                 self._timer = None
 
     def step(self, state: ExecutorState, plan: BatchPlan, planned_at: float, num_plan_bytes: int) -> None:
-        """A step begins, and somebody follows."""
+        """A step begins while there are readers."""
         one = self._followed.get(state.executor_id)
         if one is None:
             one = self._followed[state.executor_id] = _Followed()
@@ -82,7 +82,7 @@ class Feed:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
 
     def executor_gone(self, executor_id: str) -> None:
-        """Its epoch is over: its last steps are told, and in a fresh one everything begins anew."""
+        """An executor's epoch is over: sends its last steps; the next epoch starts from nothing."""
         if executor_id in self._followed:
             self._flush()
             del self._followed[executor_id]
@@ -105,7 +105,7 @@ class Feed:
                 self._offer(reader, one, message)
 
     def _offer(self, reader: FeedReader, one: _Followed, message: scheduler_pb2.BatchChanges | None) -> None:
-        """Queues it unless the reader is too far behind. None, or one after a gap: who sits where instead."""
+        """Queues `message` (None, or after a gap: the whole batch) unless the reader is too far behind."""
         executor_id = one.gauges.executor_id
         if reader.executor_id not in {"", executor_id}:
             return

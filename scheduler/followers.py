@@ -1,10 +1,11 @@
-"""What becomes of those who wait for a beginning that another one computes, when that one goes before.
+"""Hands on the sequences that wait for a shared prefix when the sequence that computes it leaves.
 
-There may be thousands, of one prompt. To look at all of them again, only to find that the next one has begun
-to compute what the others want, would make a step long, and whoever sends and cancels could do that each
-time. So the first of each line looks again, and the others follow it: a line is a tenant's in one class of
-the queue, and they would not be served before it anyway. The first takes its line over as it is: when it
-goes in its turn, the next one is found without looking at all of them. Pure.
+There may be thousands with the same prompt. Looking at all of them again, only to find that the next one has
+begun to compute what the others want, would make for a long step, and a client could cause that again and
+again by sending and cancelling. So only the first of each line looks again, and the others follow it: a line
+is a tenant's sequences in one class of the queue, and these would not be served before the first anyway. The
+first takes over its line as it is: when it leaves in its turn, the next is found without looking at all of
+them. Pure.
 """
 
 import heapq
@@ -14,7 +15,7 @@ from scheduler.waiting import Line, WaitingQueue
 
 
 def hand_on(waiting: WaitingQueue, leader: Sequence) -> list[Sequence]:
-    """Takes its followers from `leader`; returns the first of each line, whom the others of it follow now."""
+    """Takes the followers from `leader`; returns the first of each line, which the rest of it now follow."""
     inherited, leader.inherited = leader.inherited, None
     taken, leader.followers = leader.followers, []
     lines: dict[Line, FollowerLine] = {}
@@ -23,7 +24,7 @@ def hand_on(waiting: WaitingQueue, leader: Sequence) -> list[Sequence]:
     for item in taken:
         if waiting.is_parked_freely(item.seq):
             line = lines.setdefault(waiting.line_of(item.seq), FollowerLine([], 0))
-            if line is not inherited:  # less than they share is safe to say: then they look again too soon
+            if line is not inherited:  # too low a bound is safe: they only look again too soon
                 line.most_tokens = max(line.most_tokens, item.num_tokens)
             rank = waiting.rank_in_line(item.seq)
             heapq.heappush(line.heap, (rank, item.seq.order, item.num_tokens, item.seq))
@@ -32,7 +33,7 @@ def hand_on(waiting: WaitingQueue, leader: Sequence) -> list[Sequence]:
 
 
 def _first(waiting: WaitingQueue, line: FollowerLine) -> Sequence | None:
-    """Whom the others of `line` follow now; None when nobody of it waits for its beginning any more."""
+    """The sequence that the others of `line` now follow; None when none of it waits for a prefix any more."""
     while line.heap:
         _, _, num_tokens, seq = heapq.heappop(line.heap)
         if waiting.is_parked_freely(seq):

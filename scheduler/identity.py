@@ -1,7 +1,8 @@
-"""Whether two executors can stand in for each other: the same model, and where it is promised the same bits.
+"""Whether two executors are interchangeable: the same model and, where that is promised, the same bits.
 
 A sequence may be moved from one executor to another between any two tokens, so all executors of a scheduler
-must mean the same by a token id and by a weight. An empty fingerprint is "not known" and fits everything.
+must agree on the meaning of each token id and on the weights. An empty fingerprint means "not known" and fits
+everything.
 
 Pure.
 """
@@ -10,7 +11,7 @@ from scheduler.plan import Capacity
 
 
 def other_model(one: Capacity, other: Capacity) -> str | None:
-    """What makes the model of `other` another one, as the rest of a sentence; None when nothing does."""
+    """How the model of `other` differs, as the rest of a sentence; None if it does not."""
     for name, ours, theirs in (
         ("model fingerprint", one.model_fingerprint, other.model_fingerprint),
         ("tokenizer fingerprint", one.tokenizer_fingerprint, other.tokenizer_fingerprint),
@@ -25,9 +26,9 @@ def other_model(one: Capacity, other: Capacity) -> str | None:
 
 
 def other_numbers(one: Capacity, other: Capacity) -> str | None:
-    """What makes the bits of `other` differ, though one of the two promises that bits depend on little else.
+    """How the numerics of `other` differ, though one of the two promises bits that depend on little else.
 
-    Where neither promises anything (`row_invariant` is false), nothing can differ.
+    If neither promises anything (`row_invariant` is false), they count as equal. None when they do.
     """
     ours, theirs = one.numerics_fingerprint, other.numerics_fingerprint
     if (one.row_invariant or other.row_invariant) and ours and theirs and ours != theirs:

@@ -1,15 +1,16 @@
-"""What the search for a poisonous request means for queue and batches: who waits, and who may enter where.
+"""Applies the search for a poisonous request to queue and batches: what waits, and what may enter where.
 
-`suspects` says who is searched and who is on trial. Here that becomes: the sequences of the group are passed
-over in the queue; those on trial enter one executor, the host, which lets nobody else in until the search is
-over. An empty executor is the best host, and the one that has just died is empty when it comes back; where
-none is, the one with the fewest takes the part after a while. All others serve on as ever.
+`suspects` says which requests are searched and which are on trial. Here that means: the sequences of the
+group are passed over in the queue; those on trial enter one executor, the host, which admits no others until
+the search is over. An empty executor is the best host, and the one that has just died is empty when it comes
+back; if there is none, the one with the fewest sequences becomes the host after a while. All others serve as
+usual.
 
-What a sequence had computed, and the executor lived, is known to be harmless (`num_proven_tokens`). A suspect
-computes that again in steps of its own, and has one plan on its way at a time: so it can be told whether the
-executor died in the step that was fatal before, or by chance on the way there.
+Tokens that a sequence computed while the executor lived are known to be harmless (`num_proven_tokens`). A
+suspect computes these again in steps of their own, with one plan in flight at a time, so that it can be told
+whether the executor died in the same step as before, or by chance on the way there.
 
-Pure: changes nothing but the queue's marks for those who are passed over, and what sequences have proven.
+Pure: changes only the queue's holds on suspects, and what sequences have proven.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,13 +20,13 @@ from scheduler.sequence import Sequence, State
 from scheduler.suspects import Suspects
 from scheduler.waiting import Hold, WaitingQueue
 
-HOST_PATIENCE_SECONDS = 5.0  # for an empty executor
+HOST_PATIENCE_SECONDS = 5.0  # how long to wait for an empty executor
 
 Name = tuple[str, str]  # tenant and request id: the choices of a request are suspected together
 
 
 def name_of(seq: Sequence) -> Name:
-    """What is suspected when `seq` is."""
+    """The name under which `seq` is suspected."""
     return seq.request.tenant, seq.request.request_id
 
 
@@ -38,20 +39,20 @@ class Inquiry:
         self._waiting = waiting
         self._executors = executors
         self.suspects: Suspects[Name] = Suspects()
-        self._passed_over: dict[Sequence, None] = {}  # in the order in which they came to wait
+        self._passed_over: dict[Sequence, None] = {}  # in the order in which they began to wait
         self._host: str | None = None
         self._since = 0.0  # when the present group was formed
 
     def __bool__(self) -> bool:
-        """Whether there is anybody to watch."""
+        """Whether there are any suspects."""
         return bool(self.suspects)
 
     # --- what happens --------------------------------------------------------------------------------------
 
     def executor_died(self, state: ExecutorState, now: float) -> Name | None:
-        """It died over the plans that it had; returns the guilty request if that is known.
+        """The executor died over its unanswered plans; returns the guilty request if it is known.
 
-        To be called while its sequences still have their seats.
+        Must be called while its sequences still have their seats.
         """
         num_planned = _num_unanswered_tokens(state)
         rows = list(num_planned)
@@ -62,26 +63,26 @@ class Inquiry:
             if end > seq.num_proven_tokens:
                 seq.num_proven_tokens, seq.num_tokens_at_crash = begin, end
         if any(name_of(seq) in self.suspects.trial for seq in rows):
-            # Those beside it were cleared, or have got far enough to be: see `Suspects`.
+            # Sequences beside it were cleared, or have progressed far enough to be: see `Suspects`.
             rows = [seq for seq in rows if self.suspects.num_crashes(name_of(seq)) or not seq.has_progressed]
         rows.sort(key=lambda seq: (len(seq.token_ids) - seq.num_tokens_at_admission, -seq.order))
         guilty = self.suspects.crashed(map(name_of, rows), is_elsewhere=is_elsewhere)
         self._host = None
         self._since = now
         for seq in list(self._waiting) if self.suspects.group else ():
-            self.began_to_wait(seq)  # another choice of the same request
+            self.began_to_wait(seq)  # it may be another choice of a suspected request
         self._let_go()
         return guilty
 
     def stepped(self, rows: Iterable[Sequence]) -> None:
-        """These rows of a plan have answered."""
+        """These rows of a plan have been answered."""
         names = {name_of(seq): seq.has_progressed for seq in rows}
         num_cleared = sum(self.suspects.completed(name, is_past=is_past) for name, is_past in names.items())
         if num_cleared:
             self._let_go()
 
     def ended(self, seq: Sequence, *, is_last: bool) -> None:
-        """`seq` is over; with `is_last`, so is its request: no other choice of it goes on."""
+        """`seq` has ended; with `is_last`, so has its request: no other choice of it is live."""
         self._passed_over.pop(seq, None)
         name = name_of(seq)
         if is_last and self.suspects.num_crashes(name):
@@ -89,13 +90,13 @@ class Inquiry:
             self._let_go()
 
     def began_to_wait(self, seq: Sequence) -> None:
-        """`seq` is in the queue: passed over there, if its request is searched."""
+        """`seq` was queued: passes over it there if its request is searched."""
         if self.holds(seq):
             self._passed_over[seq] = None
             self._waiting.hold(seq, Hold.SEARCH)
 
     def cannot_try(self, seq: Sequence) -> None:
-        """No executor that is there can ever compute `seq`: those searched with it do not wait for it."""
+        """No attached executor can ever compute `seq`: those searched with it need not wait for it."""
         if self.holds(seq):
             self.suspects.set_aside(name_of(seq))
             self._let_go()
@@ -107,22 +108,22 @@ class Inquiry:
         return any(self.suspects.num_crashes(name_of(seq)) for seq in state.running.values())
 
     def num_harmless(self, seq: Sequence) -> int | None:
-        """How many tokens a suspect is to compute again before those it may have been fatal with; or None."""
+        """Tokens that a suspect computes again before those that may have been fatal; None if it has none."""
         count = seq.num_proven_tokens - seq.num_computed_tokens
         return count if count > 0 and self.suspects.num_crashes(name_of(seq)) else None
 
     def holds(self, seq: Sequence) -> bool:
-        """Whether `seq` does not enter in its turn."""
+        """Whether `seq` is searched, and so does not enter in its turn."""
         return name_of(seq) in self.suspects.group
 
     def is_host(self, state: ExecutorState) -> bool:
-        """Whether suspects alone may enter here."""
+        """Whether only suspects may enter here."""
         return self._host == state.executor_id
 
     def only_these(self, state: ExecutorState, now: float) -> list[Sequence] | None:
-        """The only sequences that may enter here in this turn, in order; None when there is no such limit.
+        """The only sequences that may enter here in this turn, in order; None if any may.
 
-        Makes this executor the host of the trial when there is none and it is the best one.
+        Makes this executor the host of the trial if there is none and it is the best one.
         """
         if not self.suspects.trial:
             return None
@@ -132,7 +133,7 @@ class Inquiry:
         return waiting if self.is_host(state) else None
 
     def may_keep_out(self, state: ExecutorState) -> bool:
-        """Whether this is the host, or may be once those who run have left: then nobody else enters here."""
+        """Whether this is the host, or may be once its sequences have left, so that no others enter here."""
         if not self.suspects.trial:
             return False
         waiting = self._on_trial_and_waiting()
@@ -144,7 +145,7 @@ class Inquiry:
         return [seq for seq in self._passed_over if seq.state is State.WAITING and name_of(seq) in trial]
 
     def _needs_another_host(self, waiting: list[Sequence]) -> bool:
-        """Whether there is none, or one that can do nothing for those who wait."""
+        """Whether there is no host, or one that can do nothing for these waiting sequences."""
         host = self._executors.get(self._host or "")
         if host is None:
             return True
@@ -164,7 +165,7 @@ class Inquiry:
         return fewest is state and now >= self._since + HOST_PATIENCE_SECONDS
 
     def _let_go(self) -> None:
-        """Who is searched no more takes part in the queue again."""
+        """Gives sequences that are no longer searched their places in the queue again."""
         for seq in [seq for seq in self._passed_over if not self.holds(seq)]:
             del self._passed_over[seq]
             self._waiting.let_go(seq, Hold.SEARCH)
@@ -173,12 +174,12 @@ class Inquiry:
 
 
 def _takes_one_of(state: ExecutorState, waiting: list[Sequence]) -> bool:
-    """Whether one of these can be computed here, now or when somebody has left."""
+    """Whether one of these can be computed here, now or when other sequences have left."""
     return not (state.is_draining or state.is_away) and any(map(state.suits, waiting))
 
 
 def _num_unanswered_tokens(state: ExecutorState) -> dict[Sequence, int]:
-    """The sequences with a row in a plan that has not answered, and how many tokens they have there."""
+    """Sequences with rows in unanswered plans, and how many tokens they have there."""
     count: dict[Sequence, int] = {}
     for plan in state.session.unanswered:
         for seq, seq_id, num_tokens in zip(plan.rows, plan.seq_ids, plan.num_tokens, strict=True):

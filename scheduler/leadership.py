@@ -1,7 +1,7 @@
-"""The shell of the lease: looks, claims, beats; starts what leading means, and ends it when another leads.
+"""The shell of the lease: looks, claims, beats; starts to lead, and stops when another scheduler leads.
 
-Decides nothing: `lease` does. File calls run in a thread, for a file system may hang. When one does, the next
-one waits, and nothing else: neither stepping down, nor draining, nor the end of the process.
+Decides nothing: `lease` does. File calls run in a thread, since a file system may hang. If one does, only the
+next file call waits: neither stepping down, nor draining, nor the end of the process.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from scheduler.lease_file import LeaseFile, LeaseFileError
 from scheduler.running_scheduler import RunningScheduler
 
 _log = structlog.get_logger()
-# A standby takes over at its next look, a quarter of a second away at most.
+# A standby takes over at its next look, at most a quarter of a second later.
 HAND_OVER_SECONDS = 2.0
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Leadership:
         scheduler: RunningScheduler,
         lead: Callable[[int], Coroutine[None, None, None]],
     ) -> None:
-        """`lead(term)` drives the executors; it is cancelled when another one leads."""
+        """`lead(term)` drives the executors; it is cancelled when another scheduler leads."""
         self._lease = lease
         self._file = file
         self._scheduler = scheduler
@@ -44,11 +44,11 @@ class Leadership:
         self._reason = ""
         self._is_leaving = False
         self._files = _FileThread()
-        self._is_out_of_reach = ""  # why, as the log was told
+        self._is_out_of_reach = ""  # the reason last logged
         scheduler.stand_by("standby: it has not looked yet who leads")
 
     async def run(self) -> None:
-        """Stands by and leads by turns until cancelled. Raises StartError, and what `lead` raises."""
+        """Stands by and leads in turns until cancelled. Raises StartError, and what `lead` raises."""
         try:
             while True:
                 await self._stand_by()
@@ -65,7 +65,7 @@ class Leadership:
             self._end_leading(f"{holder or 'another scheduler'} leads at term {term}")
 
     async def drained(self) -> None:
-        """Lets another one take over if there is one; then waits until nothing runs or waits here."""
+        """Lets a standby take over if there is one; then waits until nothing runs or waits here."""
         self._is_leaving = True
         if self._lease.role is Role.LEADING:
             self._lease.hand_over()
@@ -97,7 +97,7 @@ class Leadership:
             except LeaseFileError as error:
                 raise StartError(f"--lease: {error}") from error
             except OSError as error:
-                if not lease.has_seen:  # it was never there: a wrong path, no right to it
+                if not lease.has_seen:  # it was never there: a wrong path, or no permission
                     raise StartError(f"--lease: {error.strerror}: {error.filename}") from error
                 self._out_of_reach(error)
             else:
@@ -106,7 +106,7 @@ class Leadership:
         await asyncio.Event().wait()  # until the process ends: it wants nothing any more
 
     async def _look(self) -> tuple[Record | None, bool]:
-        """What the file says, and whether it is free to be claimed: then it is locked from now on."""
+        """What the file says, and whether it is free to be claimed; if so, it is locked from now on."""
         if self._lease.may_claim(self._scheduler.now()):
             return await self._files.done(self._file.look)
         return await self._files.done(self._file.read), False
@@ -161,7 +161,7 @@ class Leadership:
             self._out_of_reach(error)
 
     def _out_of_reach(self, error: Exception) -> None:
-        """Told once for each reason: it is looked at several times a second."""
+        """Logs each reason once: the file is looked at several times a second."""
         if str(error) != self._is_out_of_reach:
             _log.warning("lease_out_of_reach", error=str(error))
         self._is_out_of_reach = str(error)
@@ -177,24 +177,24 @@ class Leadership:
 
 
 class _FileThread:
-    """Makes calls one after another, in a thread that the end of the process does not wait for."""
+    """Makes calls one after another, in a thread that does not delay the end of the process."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="lease", daemon=True).start()
 
     def submit(self, call: Callable[..., T], *arguments: object) -> Future[T]:
-        """Makes a call behind all those before it."""
+        """Makes a call after all earlier ones."""
         future: Future[T] = Future()
         self._calls.put((future, lambda: call(*arguments)))
         return future
 
     async def done(self, call: Callable[..., T], *arguments: object) -> T:
-        """What the call returns, or raises. Who is cancelled meanwhile leaves it to the thread."""
+        """What the call returns, or raises. A cancelled caller leaves it to the thread."""
         return await asyncio.wrap_future(self.submit(call, *arguments))
 
     def end(self) -> None:
-        """The thread ends behind what it has been given."""
+        """Ends the thread after the calls that it was given."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -204,5 +204,5 @@ class _FileThread:
                 continue
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - handed on to who waits
+            except BaseException as error:  # noqa: BLE001 - passed on to the caller
                 future.set_exception(error)

@@ -1,20 +1,21 @@
-"""Who leads: the lease of schedulers that stand by for each other, as a state machine without I/O.
+"""Decides who leads: the lease of schedulers that stand by for each other, as a state machine without I/O.
 
 They share one lease file (`lease_file`). It names the leader and its term, and holds a beat that the leader
 counts up; the leader's process keeps it locked.
 
     STANDING_BY ── look(record, is_free, now) ─► Claim ── claimed(…) ─► LEADING
     LEADING     ── beat(is_mine) ─► the record to write, or None: another one has taken the lease
-    LEADING     ── fenced(holder, term, now) ─► STANDING_BY
+    LEADING     ── fenced(term, now) ─► STANDING_BY
     LEADING     ── hand_over() ─► LEAVING ── seen(record) ─► whether another one leads
 
 Rules:
-1. A claim's term is above every term that the file or an executor has told of.
-2. A lease is claimed when it is free, for its leader's process is gone or has given it up; or when its beat
-   has stood still for `lease_seconds` by the clock of the one who looks. Two clocks are never compared.
-3. A leader whose file is another's, or who is told that another scheduler holds an executor, steps down. It
-   claims again no sooner than one `lease_seconds` later: never in reply.
-4. Nothing here stops a leader that was frozen and goes on: the executors refuse its term.
+1. A claim's term is above every term seen in the file or reported by an executor.
+2. A lease is claimed when it is free, because its leader's process is gone or has given it up; or when its
+   beat has stood still for `lease_seconds` by the clock of the scheduler that looks. Two clocks are never
+   compared.
+3. A leader whose file is another's, or that learns that another scheduler holds an executor, steps down. It
+   does not claim again before another `lease_seconds` have passed: never in reply.
+4. Nothing here stops a leader that was frozen and continues: the executors refuse its term.
 
 Must not know: files, the clock, executors, what leading means.
 """
@@ -45,7 +46,7 @@ class Claim:
 
 
 class Role(enum.Enum):
-    """What a scheduler of a lease is now."""
+    """The present role of a scheduler that shares a lease."""
 
     STANDING_BY = "standing by"
     LEADING = "leading"
@@ -58,7 +59,7 @@ class Lease:
     def __init__(self, scheduler_id: str, lease_seconds: float) -> None:
         self.role = Role.STANDING_BY
         self.term = 0
-        """That it leads at, or led at last."""
+        """The term at which it leads, or last led."""
         self.lease_seconds = lease_seconds
         self._scheduler_id = scheduler_id
         self._beat = 0
@@ -69,20 +70,20 @@ class Lease:
 
     @property
     def beat_seconds(self) -> float:
-        """Between two beats of the leader."""
+        """Time between two beats of the leader."""
         return self.lease_seconds / BEATS_A_LEASE
 
     @property
     def look_seconds(self) -> float:
-        """Between two looks of one who stands by: how soon it sees that a leader has ended."""
+        """Time between two looks of a standby: how soon it sees that a leader has ended."""
         return min(self.lease_seconds / LOOKS_A_LEASE, MOST_SECONDS_BETWEEN_LOOKS)
 
     def may_claim(self, now: float) -> bool:
-        """Whether it is not too soon after it has stepped down."""
+        """Whether enough time has passed since it stepped down."""
         return now >= self._not_before
 
     def look(self, record: Record | None, now: float, *, is_free: bool) -> Claim | None:
-        """One who stands by has read the file (None: it is new); a claim when it should lead."""
+        """A standby has read the file (None: it is new); returns a claim if it should lead."""
         assert self.role is Role.STANDING_BY
         if self._seen_since is None or record != self._seen:
             self._seen, self._seen_since = record, now
@@ -95,14 +96,14 @@ class Lease:
         return Claim(Record(self._highest_term + 1, self._scheduler_id, self._beat + 1), usurps=not is_free)
 
     def claimed(self, claim: Claim) -> None:
-        """The claim stands in the file: it leads."""
+        """The claim is in the file: it leads."""
         assert self.role is Role.STANDING_BY
         self.role = Role.LEADING
         self.term = self._highest_term = claim.record.term
         self._beat = claim.record.beat
 
     def beat(self, now: float, *, is_mine: bool) -> Record | None:
-        """A beat is due; the record to write, or None: the file is another's, and it leads no longer."""
+        """A beat is due; returns the record to write, or None: the file is another's, it leads no longer."""
         assert self.role is Role.LEADING
         if not is_mine:
             self._step_down(now)
@@ -111,18 +112,18 @@ class Lease:
         return Record(self.term, self._scheduler_id, self._beat)
 
     def fenced(self, term: int, now: float) -> None:
-        """An executor is held by another scheduler, at this term: it leads no longer."""
+        """An executor is held by another scheduler, at this term: it no longer leads."""
         self._highest_term = max(self._highest_term, term)
         if self.role is not Role.STANDING_BY:
             self._step_down(now)
 
     def hand_over(self) -> None:
-        """It wants to go: it leads on, and whoever claims the lease takes over."""
+        """It wants to leave: it leads on until another scheduler claims the lease."""
         if self.role is Role.LEADING:
             self.role = Role.LEAVING
 
     def seen(self, record: Record | None, now: float) -> bool:
-        """One who leaves has read the file; whether another one leads."""
+        """A leaving scheduler has read the file; returns whether another one leads."""
         assert self.role is Role.LEAVING
         if record is None or record.term <= self.term:
             return False
@@ -136,7 +137,7 @@ class Lease:
 
     @property
     def leader(self) -> str:
-        """Who else leads, by the file that one who stands by has seen; empty when it names nobody else."""
+        """The other scheduler that leads, by the file as a standby last saw it; empty if it names none."""
         holder = "" if self._seen is None else self._seen.holder
         return "" if holder == self._scheduler_id else holder
 

@@ -1,10 +1,10 @@
-"""The file that a lease lives in: locked by the leader's process for as long as that lives.
+"""The file that holds a lease, locked by the leader's process for as long as it lives.
 
 The kernel frees the lock when the process ends, however it ends; so a standby learns of a crash at its next
-look. A leader that is frozen keeps its lock, so it is not waited for: a new file takes the place of the old
-one, and the old leader finds, when it comes to itself, that the path leads to a file which is not its own.
+look. A frozen leader keeps its lock, but it is not waited for: a new file replaces the old one, and when the
+old leader continues, it finds that the path leads to a file that is not its own.
 
-Knows how a record is kept, not what it means. Calls may block for as long as the file system does.
+Knows how a record is stored, not what it means. Calls may block for as long as the file system does.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from scheduler.lease import Record
 
-# Records have one length: one write replaces one, and a reader finds the old or the new.
+# Records have one length: one write replaces one, and a reader finds either the old or the new.
 RECORD_BYTES = 512
 
 
 class LeaseFileError(Exception):
-    """The file is not one of ours; its text is a sentence."""
+    """The file is not one of ours; the text is a sentence."""
 
 
 class LeaseFile:
@@ -32,7 +32,7 @@ class LeaseFile:
         self._fd: int | None = None  # of the file that this process has locked
 
     def look(self) -> tuple[Record | None, bool]:
-        """What the file says (None: nothing yet), and whether it is free: then it is locked from now on.
+        """What the file says (None: nothing yet), and whether it is free; if so, it is locked from now on.
 
         Raises LeaseFileError, OSError.
         """
@@ -49,10 +49,10 @@ class LeaseFile:
         return self._read(self._fd), True
 
     def claim(self, record: Record) -> bool:
-        """Writes a record: into the file that is locked, or in place of one that another has locked.
+        """Writes a record: into the file that this process has locked, or in place of another's.
 
-        Returns whether the file at the path is this process' own: another may have been quicker, and then has
-        its term alone. Raises LeaseFileError, OSError.
+        Returns whether the file at the path is now this process's own: another may have been quicker, and
+        then has its term to itself. Raises LeaseFileError, OSError.
         """
         if self._fd is None:
             self._usurp(record)
@@ -61,7 +61,7 @@ class LeaseFile:
         return self.is_mine()
 
     def _usurp(self, record: Record) -> None:
-        """Puts a new file in the old one's place, unless somebody else is about to, or has done so."""
+        """Puts a new file in place of the old one, unless another process is doing so, or has done so."""
         new_path = self._path.with_name(f"{self._path.name}.next")
         fd = os.open(new_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -83,7 +83,7 @@ class LeaseFile:
         return self._fd is not None and _leads_to(self._path, self._fd)
 
     def write(self, record: Record) -> None:
-        """Replaces the record in the file that is locked. Raises OSError."""
+        """Replaces the record in the locked file. Raises OSError."""
         assert self._fd is not None
         _write(self._fd, record)
 

@@ -1,6 +1,6 @@
-"""Distributions of what happened since start, as plain counts that the core keeps for whoever reads them.
+"""Distributions of what happened since start, as plain counts that the core keeps for any reader.
 
-Times in seconds but where a name says microseconds. Pure.
+Times are in seconds unless a name says microseconds. Pure.
 """
 
 from dataclasses import dataclass, field
@@ -18,25 +18,25 @@ ROWS_BOUNDS: Final = (0.0, *(float(2**power) for power in range(11)))
 
 @dataclass(slots=True)
 class Meters:
-    """Of all executors of one scheduler."""
+    """Measurements over all executors of one scheduler."""
 
     step_us: Histogram = field(default_factory=lambda: Histogram(STEP_US_BOUNDS))
-    """What the executor took for a step."""
+    """Time that the executor took for a step."""
     idle_us: Histogram = field(default_factory=lambda: Histogram(IDLE_US_BOUNDS))
     """How long it had been idle before."""
     wall_seconds: float = 0.0
-    """All steps as seen from here: from when one was sent, or the one before answered, to its own answer."""
+    """All steps as seen from here: each from when it was sent, or the one before answered, to its answer."""
     overhead_seconds: float = 0.0
-    """Of them, what the executor did not compute: the wire, and planning that came too late."""
+    """The part of it that the executor did not compute: the network, and planning that came too late."""
     rows: Histogram = field(default_factory=lambda: Histogram(ROWS_BOUNDS))
     """Sequences in a step."""
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(QUEUE_BOUNDS))
     """From arrival to the first admission."""
     steps_to_free: Histogram = field(default_factory=lambda: Histogram((0.0, 1.0, 2.0)))
-    """Steps on their way when one that ran was given up: they compute it still, the next one does not."""
+    """Steps in flight when a running sequence was aborted: these still compute it, the next does not."""
 
     def step(self, num_rows: int, total_us: int, idle_us: int, wall_seconds: float) -> None:
-        """One step has answered."""
+        """One step was answered."""
         self.rows.observe(num_rows)
         self.step_us.observe(total_us)
         self.idle_us.observe(idle_us)

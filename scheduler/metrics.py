@@ -1,6 +1,6 @@
-"""What a scheduler tells Prometheus. Reads what the core keeps anyway, when a scrape asks.
+"""The scheduler's Prometheus metrics: reads, at each scrape, what the core keeps anyway.
 
-Labels are bounded: executors of the setting, reasons, outcomes, and at most 20 tenants and "other".
+Labels are bounded: configured executors, reasons, outcomes, and at most 20 tenants and "other".
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from scheduler.sequence import FinishReason
 from scheduler.tenant_series import TenantSeries
 from scheduler.waiting import Hold
 
-SUSPECTED = "queued_for_trial"  # executors have died, and it may be the reason
+SUSPECTED = "queued_for_trial"  # executors have died, and it may be the cause
 _WAITING_REASONS = (*(reason.value for reason in SHARED), Reason.QUEUED_FOR_PREFIX.value)
 
 
 class SchedulerMetrics:
-    """The source of one scheduler."""
+    """The source of one scheduler's metrics."""
 
     def __init__(self, scheduler: RunningScheduler) -> None:
         self._scheduler = scheduler
@@ -71,7 +71,7 @@ class SchedulerMetrics:
         )
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """How many wait for what; the sum is all that wait."""
+        """How many wait, by reason; the sum is all that wait."""
         core, waiting = self._core, self._core.waiting
         counts = dict.fromkeys((*_WAITING_REASONS, Reason.QUEUED_FOR_TENANT.value, SUSPECTED), 0)
         for holds in waiting.parked.values():

@@ -1,7 +1,7 @@
-"""Padded request-level batches: the baseline whose finished rows are computed on until the batch ends.
+"""Padded request-level batches: the baseline that goes on computing finished rows until the batch ends.
 
-A finished member's seat, blocks and context go to a padding row, which decodes on and delivers to nobody. It
-is there for comparison alone; pure, and called by the core in one place each.
+The seat, blocks and context of a finished member go to a padding row, which decodes on and delivers nothing.
+For comparison only; pure, and called by the core in one place each.
 """
 
 from scheduler.batching import Batching
@@ -10,7 +10,7 @@ from scheduler.sequence import Event, Finish, FinishReason, Sequence
 
 
 def keeps_seat(state: ExecutorState, seq: Sequence, finish: Finish) -> bool:
-    """Whether a padding row takes the place of `seq`, which ends like this."""
+    """Whether a padding row takes the place of `seq`, which ends with `finish`."""
     return (
         state.batching is Batching.REQUEST_PADDED
         and not seq.is_padding
@@ -22,7 +22,7 @@ def keeps_seat(state: ExecutorState, seq: Sequence, finish: Finish) -> bool:
 
 
 def padding_of(state: ExecutorState, seq: Sequence, block_table: list[int]) -> Sequence:
-    """A row that goes on where `seq` has ended."""
+    """A row that continues where `seq` has ended."""
     pad = Sequence(
         seq.request, seq.tenant, seq.token_ids[:], len(seq.token_ids), state.max_total_tokens, seq.order
     )
@@ -35,5 +35,5 @@ def padding_of(state: ExecutorState, seq: Sequence, block_table: list[int]) -> S
 
 
 def is_all_padding(state: ExecutorState) -> bool:
-    """Whether nobody is left for whom the batch is computed."""
+    """Whether only padding is left in the batch."""
     return all(seq.is_padding for seq in state.running.values())

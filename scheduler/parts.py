@@ -1,4 +1,4 @@
-"""Long prompts that arrive in parts, so that a cancel never waits behind them. Pure."""
+"""Assembles long prompts, which arrive in parts so that a cancel never waits behind them. Pure."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class _Partial(Generic[Submit]):
 
 
 class PartAssembler(Generic[Submit]):
-    """Collects the parts of each handle of one stream."""
+    """Collects the parts for each handle of one stream."""
 
     def __init__(self) -> None:
         self._partials: dict[int, _Partial[Submit]] = {}
@@ -31,7 +31,7 @@ class PartAssembler(Generic[Submit]):
     def add(
         self, handle: int, index: int, count: int, submit: Submit, key: bytes, token_ids: TokenIds
     ) -> tuple[Submit, TokenIds] | None:
-        """Once its last part is in: the first message and all prompt ids. Raises SessionError."""
+        """Once its last part is in, the first message and all prompt ids; else None. Raises SessionError."""
         if index == 0:
             if handle in self._partials:
                 raise SessionError(
@@ -40,7 +40,7 @@ class PartAssembler(Generic[Submit]):
             self._partials[handle] = _Partial(submit, key, count)
         partial = self._partials.get(handle)
         if partial is None:
-            return None  # given up in the middle: the rest of it means nothing
+            return None  # given up halfway: ignore the rest
         if index and (index != partial.num_parts or count != partial.count):
             raise SessionError(
                 f"handle {handle}: part {index} of {count} after {partial.num_parts} of {partial.count}"
@@ -53,7 +53,7 @@ class PartAssembler(Generic[Submit]):
         return partial.first, partial.token_ids
 
     def give_up(self, key: bytes) -> list[int]:
-        """Drops what was collected under `key`; returns its handles."""
+        """Drops the parts collected under `key`; returns their handles."""
         handles = [handle for handle, partial in self._partials.items() if partial.key == key]
         for handle in handles:
             del self._partials[handle]

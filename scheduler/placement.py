@@ -1,13 +1,13 @@
-"""Which executor would start a waiting sequence first.
+"""Decides which executor would start a waiting sequence first.
 
 There is one queue for all executors. Each takes from it in its own turn, so nothing is placed ahead of time:
 an executor only leaves to another one what that one would start sooner.
 
-    start = what is under way + steps to go until its prompt is computed
+    start = what is in progress + steps needed until its prompt is computed
     steps = (tokens queued there + tokens of its prompt that are not cached there) / room in a step
 
-A step's duration is the measured line of `step_time`; an executor without one is taken to be like the others.
-What is left to another one in a turn counts there for the rest of the turn, so that a burst is shared out.
+A step's duration follows the measured line of `step_time`; an executor without one is assumed to be like the
+others. What is left to another executor counts there for the rest of the turn, so that a burst is shared out.
 
 Pure: reads executors, changes nothing.
 """
@@ -20,12 +20,12 @@ from scheduler.executor_state import ExecutorState
 from scheduler.inquiry import Inquiry
 from scheduler.sequence import Sequence
 
-MAX_LEFT = 32  # sequences that one turn leaves to others: a turn must stay short
-_NOMINAL_LINE = (10_000.0, 100.0)  # microseconds for a step and for each token, before anything is measured
+MAX_LEFT = 32  # most sequences that one turn leaves to others: a turn must stay short
+_NOMINAL_LINE = (10_000.0, 100.0)  # microseconds per step and per token, before any measurement
 
 
 class Placement:
-    """What can be said of executors beside each other."""
+    """Compares executors with each other."""
 
     __slots__ = ("_executors", "_inquiry")
 
@@ -34,16 +34,16 @@ class Placement:
         self._inquiry = inquiry
 
     def others(self, state: ExecutorState) -> list[ExecutorState]:
-        """The executors beside this one."""
+        """All executors but this one."""
         return [other for other in self._executors.values() if other is not state]
 
     def only_at(self, seq: Sequence) -> frozenset[str] | None:
-        """The executors that can ever compute `seq`; None when all that are attached can."""
+        """The executors that can ever compute `seq`; None when all attached ones can."""
         suited = [name for name, state in self._executors.items() if state.suits(seq)]
         return None if len(suited) == len(self._executors) else frozenset(suited)
 
     def takes_newcomers(self, state: ExecutorState) -> bool:
-        """Whether whoever is next may enter here, once there is room."""
+        """Whether the next sequence may enter here once there is room, whichever it is."""
         return not (state.is_draining or state.is_away or self._inquiry.is_host(state))
 
     def could_take(self, state: ExecutorState, seq: Sequence) -> bool:
@@ -57,7 +57,7 @@ class Placement:
         )
 
     def seconds_to_start(self, state: ExecutorState, num_tokens: int, now: float) -> float:
-        """How long until this executor has computed `num_tokens` more prompt tokens, behind all it has."""
+        """How long until this executor has computed `num_tokens` more prompt tokens, after all it has."""
         base, per_token = self._line(state)
         num_tokens += state.num_queued_tokens
         num_running = len(state.running)
@@ -87,7 +87,7 @@ class _Other:
 
 
 class Turn:
-    """One executor's turn among several."""
+    """One executor's turn to take from the queue, among several executors."""
 
     __slots__ = ("_others", "_placement", "_state", "left", "look_again_at")
 
@@ -96,17 +96,17 @@ class Turn:
         self._state = state
         self._others = [_Other(other) for other in placement.others(state)]
         self.left: list[Sequence] = []  # left to others
-        self.look_again_at: float | None = None  # when the first of those should have been taken
+        self.look_again_at: float | None = None  # when the first of these should have been taken
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more may be looked at."""
+        """Whether the turn has left as much to others as it may."""
         return len(self.left) >= MAX_LEFT
 
     def give_away(self, seq: Sequence, num_cached_tokens: int, now: float) -> bool:
-        """Gives `seq` to another executor if one would start it sooner; returns whether one does.
+        """Leaves `seq` to the executor that would start it soonest; returns False if that is this one.
 
-        It then counts as that one's for the rest of the turn. `num_cached_tokens`: of `seq`, here.
+        It then counts there for the rest of the turn. `num_cached_tokens`: cached tokens of `seq` here.
         """
         num_tokens = len(seq.token_ids)
         here = self._placement.seconds_to_start(self._state, num_tokens - num_cached_tokens, now)
@@ -119,7 +119,7 @@ class Turn:
                 continue
             soonest = here if best is None else best[0]
             if self._placement.seconds_to_start(state, other.num_tokens + 1, now) >= soonest:
-                continue  # not even if all of it were cached there
+                continue  # not even if its whole prompt were cached there
             num_new = num_tokens - len(state.cache.matched(seq) or ()) * state.blocks.block_size
             there = self._placement.seconds_to_start(state, other.num_tokens + num_new, now)
             if there < soonest:

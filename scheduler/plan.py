@@ -1,4 +1,4 @@
-"""What crosses between the scheduler's core and an executor, as local values.
+"""Plans, results and capacities: what the scheduler's core exchanges with an executor, as local values.
 
 The messages of `protos/v1/executor.proto` without protobuf; `wire` translates. Pure data.
 """
@@ -11,7 +11,7 @@ from scheduler.sequence import FinishReason, Sequence, StatusCode
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an executor can take, from its `Open` answer: the one source of ceilings."""
+    """What an executor can take, from its `Open` answer: the only source of upper limits."""
 
     num_blocks: int
     block_size: int
@@ -33,7 +33,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence the executor has not seen. vLLM: NewRequestData."""
+    """A sequence that the executor has not seen. vLLM: NewRequestData."""
 
     seq_id: int
     token_ids: Seq[int]
@@ -41,13 +41,13 @@ class NewSequence:
     num_computed_tokens: int
     block_ids: list[int]
     sampling: bytes
-    prompt_logprobs_from: int | None = None  # first position of the prompt whose log-probability is wanted
+    prompt_logprobs_from: int | None = None  # position of the first prompt token that wants one
     traceparent: str = ""  # the span that its computation is part of; empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class Leaver:
-    """A sequence that left the batch; `reason` is None when it was preempted and waits again."""
+    """A sequence that left the batch; `reason` is None when it did not end and waits again."""
 
     seq: Sequence
     seq_id: int
@@ -69,16 +69,16 @@ class BatchPlan:
     num_new_blocks: list[int]
     new_block_ids: list[int]
     positions_sum: int
-    num_samples: list[int]  # not sent: tokens each row must sample
-    rows: list[Sequence]  # not sent: who the rows are, for the result
-    filled: list[tuple[Sequence, int, int]]  # not sent: (row, seq_id, computed tokens once this has answered)
-    outgrown: list[tuple[Sequence, int, int]]  # not sent: the same, of rows that only began a new block
-    left: list[Leaver]  # not sent: who has left since the plan before, for those who watch
+    num_samples: list[int]  # not sent: tokens that each row must sample
+    rows: list[Sequence]  # not sent: the sequences of the rows, for the result
+    filled: list[tuple[Sequence, int, int]]  # not sent: (row, seq_id, computed tokens once this is answered)
+    outgrown: list[tuple[Sequence, int, int]]  # not sent: the same, for rows that only began a new block
+    left: list[Leaver]  # not sent: those that left since the last plan, for watchers
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedSequence:
-    """The executor's word that a sequence ended."""
+    """The executor's report that a sequence ended."""
 
     seq_id: int
     reason: FinishReason
@@ -96,19 +96,19 @@ class SequenceError:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one plan brought. vLLM: ModelRunnerOutput. Times in microseconds."""
+    """The result of one plan. vLLM: ModelRunnerOutput. Times in microseconds."""
 
     epoch: int
     step_id: int
     seq_ids: list[int]
     num_sampled: list[int]
     token_ids: list[int]
-    logprobs: dict[int, list[object]] = field(default_factory=dict)  # seq_id → one opaque entry a token
-    # seq_id → position of the first, one opaque entry for each position from there on
+    logprobs: dict[int, list[object]] = field(default_factory=dict)  # seq_id → one opaque entry per token
+    # seq_id → position of the first, and one opaque entry per position from there on
     prompt_logprobs: dict[int, tuple[int, list[object]]] = field(default_factory=dict)
     finished: list[FinishedSequence] = field(default_factory=list)
     errors: list[SequenceError] = field(default_factory=list)
     draining: bool = False
-    seconds_to_leave: float = 0.0  # with draining; 0 is not told
+    seconds_to_leave: float = 0.0  # with draining; 0: not told
     total_us: int = 0
     idle_us: int = 0

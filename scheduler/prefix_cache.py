@@ -1,16 +1,15 @@
-"""Names for the content of KV blocks: equal names, equal KV.
+"""Names for the content of KV blocks: equal names, equal KV. So shared prefixes are computed once.
 
-So a prompt whose beginning was computed before, or is just being computed for somebody else, is not computed
-again.
+A prefix that was computed before, or is being computed for another sequence, is not computed again.
 
 The key of a block is a keyed 128-bit BLAKE2b hash over (key of the block before it, the block's token ids).
 The chain starts from the cache salt and the model's fingerprint, so that whatever must separate users or
 models separates every block behind it. The hash is cryptographic and its secret is random in each scheduler
 process, so a client can neither find nor provoke a collision: a hit needs no comparison of tokens.
 
-Only full blocks have keys, and of a sequence's known tokens at least one is always left to compute: without a
-row there would be nothing to sample from. One that wants log-probabilities of its prompt finds nothing from
-the first wanted one on: they come of computing it. Pure: the secret comes in as an argument.
+Only full blocks have keys, and at least one of a sequence's known tokens is always left to compute: without a
+row there would be nothing to sample from. A sequence that wants log-probabilities of its prompt finds nothing
+from the first wanted one on: they result from computing it. Pure: the secret comes in as an argument.
 """
 
 from hashlib import blake2b
@@ -24,7 +23,7 @@ MAX_KEYS_AT_ONCE = 512  # about half a millisecond of hashing: longer prompts ta
 
 
 class PrefixCache:
-    """What one executor's blocks hold, and who is computing what is not there yet."""
+    """What one executor's blocks hold, and which sequence is computing what is not there yet."""
 
     __slots__ = (
         "_blocks",
@@ -43,14 +42,14 @@ class PrefixCache:
         self._is_on = is_on
         self._computing: dict[bytes, Sequence] = {}  # by the key of the block that its prompt fills next
         self.num_query_tokens = 0  # prompt tokens of first admissions
-        self.num_hit_tokens = 0  # of them, not computed
+        self.num_hit_tokens = 0  # the part of them that was cached
 
     # --- finding -----------------------------------------------------------------------------------------
 
     def matched(self, seq: Sequence) -> list[int] | None:
-        """The longest run of blocks, from the start of `seq`, whose content is there.
+        """The longest run of cached blocks from the start of `seq`.
 
-        None when its keys are not all made yet: a very long prompt is hashed in slices, one a step.
+        None while its keys are not all made: a very long prompt is hashed in slices, one per step.
         """
         self._take_up(seq)
         found: list[int] = []
@@ -67,15 +66,15 @@ class PrefixCache:
         return found
 
     def num_found(self, seq: Sequence) -> int:
-        """How many tokens of `seq` are there, as far as its names are made: none is made for this."""
+        """How many tokens of `seq` are cached, as far as its names are made; makes none."""
         names = self._keys_made(seq)[: self._num_usable(seq)]
         missing = (index for index, name in enumerate(names) if self._blocks.find(name) is None)
         return next(missing, len(names)) * self._blocks.block_size
 
     def num_found_at_most(self, seq: Sequence) -> int:
-        """Most tokens of `seq` that may be there or under way, told from the name of its first block alone.
+        """Most tokens of `seq` that may be cached or in progress, judged by its first block alone.
 
-        Whoever lacks the first lacks all, and one name is cheap.
+        Without the first block there can be no others, and one name is cheap.
         """
         num_usable = self._num_usable(seq)
         if not num_usable:
@@ -87,9 +86,9 @@ class PrefixCache:
         return num_usable * self._blocks.block_size if is_there else 0
 
     def leader_of(self, seq: Sequence, num_matched: int) -> Sequence | None:
-        """Who is just computing the block of `seq` that comes after its first `num_matched`, if anybody.
+        """The sequence that is computing the block of `seq` after its first `num_matched`, or None.
 
-        Its followers get the blocks they share with it sooner than by computing them beside it, since both
+        Followers get the blocks that they share with it sooner than if they computed them too, since both
         would draw on one token budget.
         """
         if not self._computing or num_matched >= seq.max_cached_tokens // self._blocks.block_size:
@@ -99,7 +98,7 @@ class PrefixCache:
         return self._computing.get(seq.block_keys[num_matched])
 
     def follow(self, seq: Sequence, leader: Sequence) -> None:
-        """`seq` waits until the blocks that it shares with `leader` are there; so do those who follow it."""
+        """`seq` waits until the blocks that it shares with `leader` are there; so do its own followers."""
         size = self._blocks.block_size
         num_shared = _common_prefix(seq.token_ids, leader.token_ids)
         num_tokens = min(seq.max_cached_tokens, num_shared) // size * size
@@ -110,7 +109,7 @@ class PrefixCache:
     # --- making known ------------------------------------------------------------------------------------
 
     def begin(self, seq: Sequence, num_matched: int) -> list[Sequence]:
-        """`seq` was admitted; its first blocks were found here.
+        """`seq` was admitted; its first `num_matched` blocks were found here.
 
         Returns the followers that need not wait any more.
         """
@@ -120,7 +119,7 @@ class PrefixCache:
         return self._served(seq)
 
     def register(self, seq: Sequence, num_computed_tokens: int) -> list[Sequence]:
-        """Blocks of `seq` that are full, and whose steps have answered, can be found from now on.
+        """Makes the full blocks of `seq`, whose steps have been answered, known to others.
 
         Returns the followers that need not wait any more.
         """
@@ -136,7 +135,7 @@ class PrefixCache:
         return self._served(seq)
 
     def _served(self, seq: Sequence) -> list[Sequence]:
-        """Takes off those of its followers whose blocks are there."""
+        """Removes and returns those of its followers whose blocks are there."""
         num_tokens = seq.num_registered_blocks * self._blocks.block_size
         served = [item.seq for item in seq.followers if item.num_tokens <= num_tokens]
         if served:
@@ -164,13 +163,13 @@ class PrefixCache:
             del self._computing[seq.block_keys[index]]
 
     def _num_usable(self, seq: Sequence) -> int:
-        """How many blocks of `seq` may be found."""
+        """How many blocks of `seq` may be taken from the cache."""
         return seq.max_cached_tokens // self._blocks.block_size if self._is_on else 0
 
     # --- keys --------------------------------------------------------------------------------------------
 
     def _take_up(self, seq: Sequence) -> None:
-        """`seq` waits, and another executor may have looked at it, whose blocks are longer or shorter."""
+        """Switches `seq` to keys of this block size: an executor with another one may have made some."""
         size = self._blocks.block_size
         if seq.keys_block_size == size:
             return
@@ -180,7 +179,7 @@ class PrefixCache:
         seq.keys_block_size = size
 
     def _keys_made(self, seq: Sequence) -> list[bytes]:
-        """The names made so far of blocks as long as these."""
+        """The names made so far, for this block size."""
         size = self._blocks.block_size
         return seq.block_keys if seq.keys_block_size == size else (seq.other_block_keys or {}).get(size, [])
 
@@ -199,7 +198,7 @@ class PrefixCache:
 
 
 def _common_prefix(one: TokenIds, other: TokenIds) -> int:
-    """Length of the longest common beginning, by bisection over slices: their comparison runs in C."""
+    """Length of the longest common prefix, by bisection over slices: their comparison runs in C."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,6 +1,6 @@
-"""What routers are told of the executors, by which they take requests in.
+"""What routers are told about the executors, and check requests against.
 
-Lengths and features are the least of all executors that are there; the model is the same for all. Pure.
+Lengths and features are the minimum over all attached executors; the model is the same for all. Pure.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from scheduler.plan import Capacity
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Equal where routers would decide alike: the bits of the logits, which may differ, are for people."""
+    """Equal if routers would decide alike; the numerics, which may differ, are only shown to people."""
 
     max_total_tokens: int
     features: frozenset[str]
@@ -25,7 +25,7 @@ class Promise:
 
     @classmethod
     def of(cls, capacity: Capacity, max_total_tokens: int, features: Iterable[str]) -> Self:
-        """Of executors with the model of this one."""
+        """The promise of executors with the model of this one."""
         return cls(
             max_total_tokens,
             frozenset(features),
@@ -38,7 +38,7 @@ class Promise:
         )
 
     def knowing(self, earlier: "Promise | None") -> "Promise":
-        """The same, where an executor that does not tell its fingerprints has joined those that did."""
+        """The same, but keeps fingerprints when an executor that does not tell its own joins others."""
         if earlier is None:
             return self
         return replace(

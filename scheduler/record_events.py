@@ -1,4 +1,4 @@
-"""What a record says: each call of the scheduler's core as one JSON value, and back. No token id among it.
+"""The format of a record: each call of the scheduler's core as a JSON value, and back. Holds no token ids.
 
     ids         a b c d │ e f g h │ i j           stretches of 4 ids; the last one is not full
     recorded    D1        D2        (how many)     D1 = hash(D0, a b c d), D2 = hash(D1, e f g h), keyed
@@ -6,9 +6,9 @@
 
 A stretch is as long as a KV block, so logs that begin with the same blocks begin with the same synthetic
 blocks, and prefix hits come out the same. The key is drawn anew for each record and is not in it, so nobody
-can try prompts out. Whether ids end a request, or go on where its reader left off, is recorded as what came
-of it. Texts that could tell something (cache salts, messages of errors) are hashed or left out; names of
-tenants and requests stay, since people look for them.
+can test guesses of a prompt. Whether ids end a request, or continue where its reader left off, is recorded as
+an outcome. Texts that could reveal something (cache salts, error messages) are hashed or left out; names of
+tenants and requests stay, since people search for them.
 
 Pure. The order of fields is not fixed; a field at its default is left out.
 """
@@ -47,11 +47,11 @@ class Digester:
         self._secret = secret
 
     def of_stretch(self, before: bytes, ids: TokenIds) -> bytes:
-        """Of one full stretch; `before` is the digest of the one before it, empty for the first."""
+        """Digest of a full stretch; `before` is that of the one before it, empty for the first."""
         return blake2b(before + ids.tobytes(), digest_size=DIGEST_BYTES, key=self._secret).digest()
 
     def of_log(self, ids: TokenIds) -> list[bytes]:
-        """Of each full stretch of a log."""
+        """Digests of all full stretches of a log."""
         digests: list[bytes] = []
         before = b""
         for start in range(0, len(ids) - self.num_ids + 1, self.num_ids):
@@ -60,7 +60,7 @@ class Digester:
         return digests
 
     def of_text(self, text: bytes) -> str:
-        """Of something that only has to be equal to itself; nothing stays nothing."""
+        """Digest of a text that is only compared for equality; an empty text stays empty."""
         return blake2b(b"text" + text, digest_size=DIGEST_BYTES, key=self._secret).hexdigest() if text else ""
 
 
@@ -71,7 +71,7 @@ def synthetic_stretch(digest: bytes, num_ids: int) -> TokenIds:
 
 
 def synthetic_log(digests: bytes, length: int, num_ids: int) -> TokenIds:
-    """Ids in place of a log of this length; those of its last stretch, when that is not full, are zeros."""
+    """Ids in place of a log of this length; a last stretch that is not full is zeros."""
     if len(digests) != DIGEST_BYTES * (length // num_ids):
         raise ValueError(
             f"{length} ids have {length // num_ids} digests, not {len(digests) / DIGEST_BYTES:g}"
@@ -87,7 +87,7 @@ def synthetic_log(digests: bytes, length: int, num_ids: int) -> TokenIds:
 
 
 def header(limits: Limits, batching: Batching, num_ids: int, **told: object) -> Event:
-    """Settings, and what else is told for people to read."""
+    """Settings, and what else is recorded for people to read."""
     return {
         "format": FORMAT,
         **told,
@@ -133,7 +133,7 @@ def request_event(request: Request, num_output: int, digester: Digester, digests
 
 
 def request_of(event: Event, num_ids: int) -> tuple[Request, TokenIds]:
-    """The request and the output ids it comes with, all synthetic; its stop ids tell whether those end it."""
+    """The request and its output ids, all synthetic; if those end it, its stop ids say so."""
     num_prompt_tokens, num_output_tokens = event["prompt"], event["output"]
     ids = synthetic_log(b64decode(event["digests"]), num_prompt_tokens + num_output_tokens, num_ids)
     request = Request(
@@ -153,12 +153,12 @@ def request_of(event: Event, num_ids: int) -> tuple[Request, TokenIds]:
 
 
 def capacity_event(capacity: Capacity) -> Event:
-    """What an executor can take, but for its end tokens."""
+    """What an executor can take, except for its end tokens."""
     return asdict(capacity) | {"eos_token_ids": [], "features": sorted(capacity.features)}
 
 
 def capacity_of(event: Event) -> Capacity:
-    """The same."""
+    """The inverse."""
     return Capacity(**event | {"eos_token_ids": frozenset(), "features": frozenset(event["features"])})
 
 
@@ -208,7 +208,7 @@ def result_event(result: StepResult, plan: BatchPlan | None, full: dict[int, byt
 
 
 def result_of(event: Event, plan: BatchPlan | None) -> StepResult:
-    """The result of `plan`, all its ids 0."""
+    """The result of `plan`, with all its ids 0."""
     if "rows" in event:
         epoch, (seq_ids, num_sampled, num_ids) = event["epoch"], event["rows"]
     elif plan is not None:

@@ -1,12 +1,12 @@
-"""The file of a record: chunks one after the other, each sealed by a checksum that covers all before it.
+"""The file of a record: a series of chunks, each sealed by a checksum that covers all before it.
 
     magic       the line `chairlift record 1`
     chunk       bytes of the body (4) │ 1 in the last (1) │ checksum (16) │ body
     body        lines of JSON, compressed with zlib; an event never crosses into the next chunk
-    checksum    BLAKE2b over the checksum before, the head's first five bytes and the body
+    checksum    BLAKE2b over the previous checksum, the head's first five bytes and the body
 
-So a byte that was changed, a chunk that is missing or moved, and an end that was cut off are found, with the
-place. What lines say is `record_events`' business. Pure but for reading the file that it is handed.
+So a changed byte, a missing or moved chunk, and a truncated end are all detected, with the place. What the
+lines say is `record_events`' business. Pure except for reading the file that it is given.
 """
 
 import struct
@@ -17,18 +17,18 @@ from hashlib import blake2b
 from typing import BinaryIO
 
 MAGIC = b"chairlift record 1\n"
-MAX_CHUNK_BYTES = 1 << 28  # of its lines: more is no chunk of ours
+MAX_CHUNK_BYTES = 1 << 28  # of its lines: more cannot be ours
 _HEAD = struct.Struct("<I?")
 _CHECKSUM_BYTES = 16
 
 
 class RecordError(ValueError):
-    """A record that is not whole, not ours, or says what cannot be: a sentence with the place."""
+    """A record that is incomplete, not ours, or impossible: a sentence with the place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Lines of JSON, and where in the file they stand."""
+    """Lines of JSON, and where they are in the file."""
 
     number: int  # from 1
     offset: int  # of its head, in bytes
@@ -36,12 +36,12 @@ class Chunk:
 
     @property
     def place(self) -> str:
-        """For people."""
+        """The place, for people."""
         return f"chunk {self.number} at byte {self.offset}"
 
 
 class Sealer:
-    """Makes the chunks of one file, in their order."""
+    """Makes the chunks of one file, in order."""
 
     __slots__ = ("_checksum",)
 
@@ -57,10 +57,9 @@ class Sealer:
 
 
 def chunks(file: BinaryIO, *, may_be_cut: bool = False) -> Iterator[Chunk]:
-    """All chunks, each checked before it is handed out.
+    """All chunks, each checked before it is yielded.
 
-    `may_be_cut`: an end that is missing, as where the writer was killed, is taken for the end. Raises
-    RecordError.
+    `may_be_cut`: a missing end, as when the writer was killed, counts as the end. Raises RecordError.
     """
     if file.read(len(MAGIC)) != MAGIC:
         raise RecordError(f"this is no record: it does not begin with {MAGIC.decode().strip()!r}")

@@ -1,14 +1,14 @@
-"""`--record FILE`: everything that the core is told, written down, so that it can be told again.
+"""`--record FILE`: writes down everything that the core is told, so that it can be replayed.
 
     shell ─► RecordingCore ──► SchedulerCore
-                  │ what was said: a reference or two
+                  │ the call: a reference or two
                   ▼
               Recorder, a thread: hashes ids, makes JSON, compresses, writes
 
-The event loop only puts values into a queue. Those are values that nobody changes any more: requests,
-plans, results; of a token log, which grows, a part that is there. When the queue is full (a disk that stands
-still) or writing fails, the recording ends and the server goes on: a record has no gaps, and its last event
-says why it ended (where that can still be written).
+The event loop only puts values into a queue. These are values that never change any more: requests, plans,
+results, and of a token log, which grows, a finished part. When the queue is full (a disk that hangs) or
+writing fails, the recording ends and the server goes on: a record has no gaps, and its last event says why it
+ended (if that can still be written).
 """
 
 import secrets
@@ -46,7 +46,7 @@ from scheduler.token_ids import NO_IDS, TokenIds
 _log = structlog.get_logger()
 MAX_PENDING = 65_536  # calls that are not written yet
 CHUNK_BYTES = 1 << 18  # of lines
-CHUNK_SECONDS = 1.0  # at most so much is lost when the process is killed
+CHUNK_SECONDS = 1.0  # at most this much is lost when the process is killed
 _LOOK_SECONDS = 0.05
 _STRETCH_UNTOLD = 16
 
@@ -68,7 +68,7 @@ class _Filled:
 
 
 class _Encoding:
-    """Events from what was said, in the writer's thread; knows how far each token log is hashed."""
+    """Turns recorded calls into events, in the writer's thread; knows how far each token log is hashed."""
 
     def __init__(self, digester: Digester) -> None:
         self.digester = digester
@@ -94,13 +94,13 @@ class _Encoding:
         return result_event(result, plan, full)
 
     def ended(self) -> list[Sequence]:
-        """Who has ended by now: no more stretches of theirs will be said to be filled."""
+        """Sequences that have ended by now: no more filled stretches of theirs will be reported."""
         return [seq for seq in self._logs if seq.state is State.FINISHED]
 
     def forget(self, ended: list[Sequence]) -> None:
-        """Drops their logs, once all is encoded that was said of them."""
+        """Drops their logs, once everything reported about them is encoded."""
         for seq in ended:
-            self._logs.pop(seq, None)  # it may have been told twice
+            self._logs.pop(seq, None)  # it may come a second time
 
 
 class Recorder:
@@ -109,7 +109,7 @@ class Recorder:
     close_seconds: ClassVar = 10.0
 
     def __init__(self, path: Path, limits: Limits, batching: Batching, *, scheduler_id: str = "") -> None:
-        """A new file; one that is there is kept, and the new one numbered. Raises OSError."""
+        """Creates a file; an existing one is kept, and the new one numbered. Raises OSError."""
         self._file, self.path = _created(path)
         self.is_on = True
         self.num_ids: int | None = None  # of a stretch: a block of the first executor
@@ -125,7 +125,7 @@ class Recorder:
         self._thread.start()
 
     def put(self, encode: Callable[[_Encoding], Event]) -> None:
-        """One event more; `encode` is called later, in another thread."""
+        """Adds an event; `encode` is called later, in another thread."""
         if not self.is_on:
             return
         if len(self._pending) >= MAX_PENDING:
@@ -134,7 +134,7 @@ class Recorder:
             self._pending.append(encode)
 
     def begin(self, block_size: int) -> None:
-        """An executor was attached: the first one's blocks say how long a stretch is, for all."""
+        """An executor was attached: the first one's block size is the length of all stretches."""
         if self.num_ids is None:
             self.num_ids = block_size
         elif block_size % self.num_ids:
@@ -144,7 +144,7 @@ class Recorder:
             )
 
     def stop(self, reason: str) -> None:
-        """The recording ends here; what was said so far is written, and why no more was."""
+        """Ends the recording here; what was recorded so far is written, and the reason."""
         if self.is_on:
             self._end(reason)
 
@@ -174,7 +174,7 @@ class Recorder:
         except OSError as error:
             self._give_up(f"it cannot be written: {error}")
         except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on without its record
-            self._give_up(f"a fault of ours: {type(error).__name__}")  # its text may tell token ids
+            self._give_up(f"a fault of ours: {type(error).__name__}")  # its text may reveal token ids
 
     def _write_pending(self, file: BinaryIO) -> None:
         if self._encoding is None:
@@ -188,10 +188,10 @@ class Recorder:
                     self._write(event)
                 if self._num_bytes >= CHUNK_BYTES:
                     self._seal(file)
-                time.sleep(0)  # the loop may want to go on
+                time.sleep(0)  # lets the event loop run
         except _EndedError as error:
             self._give_up(str(error))
-            self._write_pending(file)  # that it has ended
+            self._write_pending(file)  # writes that it has ended
         if self._lines and time.monotonic() - self._sealed_at >= CHUNK_SECONDS:
             self._seal(file)
 
@@ -215,12 +215,12 @@ class Recorder:
         file.flush()
         self._lines, self._num_bytes, self._sealed_at = [], 0, time.monotonic()
         if self._encoding is not None and not is_last:
-            ended = self._encoding.ended()  # all that was said of them is in the queue by now
+            ended = self._encoding.ended()  # all that was recorded about them is in the queue by now
             self._pending.append(lambda encoding: encoding.forget(ended))
 
 
 def _created(path: Path) -> tuple[BinaryIO, Path]:
-    """A new file: a record that is there already (of a scheduler that died, say) is somebody's evidence."""
+    """A new file: a record that exists already (of a scheduler that died, say) is someone's evidence."""
     number, free = 1, path
     while True:
         try:
@@ -231,7 +231,7 @@ def _created(path: Path) -> tuple[BinaryIO, Path]:
 
 
 class RecordingCore(SchedulerCore):
-    """The core, and a record of what it is told: every call that changes it, and each plan's digest."""
+    """The core, with a record of what it is told: every call that changes it, and each plan's digest."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class RecordingCore(SchedulerCore):
     ) -> None:
         super().__init__(limits, batching, padding_sampling, cache_secret)
         self._recorder = recorder
-        self._is_inside = False  # a call of the core's own: it will be made again by itself
+        self._is_inside = False  # a call made by the core itself: replay will make it by itself
         self._streams: dict[str, tuple[bool, float]] = {}  # is_away and the clock's beginning, as recorded
 
     # --- from clients ------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class RecordingCore(SchedulerCore):
         try:
             return super().update(executor_id, result, now)
         finally:
-            filled = [  # the last block of one that has ended is never named
+            filled = [  # the last block of an ended sequence is never named
                 _Filled(seq, seq_id, num_ids)
                 for seq, seq_id, length in filling
                 if len(seq.token_ids) > length and seq.state is not State.FINISHED
@@ -365,7 +365,7 @@ class RecordingCore(SchedulerCore):
         self._recorder.put(lambda _: {"e": name, "t": now, **fields})
 
     def _look_at_streams(self) -> None:
-        """An epoch says on the state itself that an executor's stream broke, or was opened again."""
+        """Records that a stream broke or was opened again: an epoch says so only on the state itself."""
         for executor_id, state in self.executors.items():
             if (state.is_away, state.clock.began) != self._streams.get(executor_id):
                 self._put("stream", state.clock.began, executor=executor_id, is_away=state.is_away)
@@ -377,7 +377,7 @@ class RecordingCore(SchedulerCore):
 
 
 def _is_over(seq: Sequence) -> bool:
-    """Whether it came with ids that end it: replay has not those ids, and must be told."""
+    """Whether it came with ids that end it: replay does not have these ids, and must be told."""
     return seq.finish is not None and seq.finish.reason is FinishReason.STOP
 
 

@@ -1,13 +1,13 @@
-"""How fast those come back that were lost with their executor: soon, and without starving the others.
+"""Paces the return of sequences that lost their executor: soon, and without starving the others.
 
 They come first in their class (`waiting`). But a hundred of them with long contexts would keep newcomers from
-a first token, and prompts under way from their next chunk, for as long as all of that is computed again. So
-while others wait in their class or a better one
+a first token, and prompts in progress from their next chunk, until all of that is computed again. So while
+others wait in their class or a better one
 
-    of two seats in a row one at least goes to one of the others, and
-    of a step's tokens that decoding leaves, recomputing gets half at most.
+    of two consecutive seats, at least one goes to one of the others, and
+    of a step's tokens that decoding leaves, recomputing gets at most half.
 
-While nobody as important wants them, seats and tokens are all theirs. Pure.
+While no sequence as important wants them, all seats and tokens are theirs. Pure.
 """
 
 import math
@@ -20,17 +20,17 @@ from scheduler.waiting import WaitingQueue
 
 
 def recompute_budget(num_tokens: int) -> int:
-    """How many of the tokens that decoding leaves may recover what was lost, while others want them."""
+    """Tokens for recomputing, of those that decoding leaves, while others want them too."""
     return max(1, num_tokens // 2)
 
 
 class RecoveryPace:
-    """How seats and tokens are shared between recovering sequences and the others, on all executors."""
+    """Shares seats and tokens between recovering sequences and the others, on all executors."""
 
     __slots__ = ("_had_last_seat",)
 
     def __init__(self) -> None:
-        self._had_last_seat = False  # one of those that recover
+        self._had_last_seat = False  # whether a recovering sequence took it
 
     def begin(
         self,
@@ -40,7 +40,7 @@ class RecoveryPace:
         waiting: WaitingQueue,
         now: float,
     ) -> None:
-        """Decoding has its tokens: the rest of a plan's budget is about to be given out."""
+        """Called when decoding has its tokens and the rest of a plan's budget is about to be given out."""
         rows.recompute_budget = recompute_budget(rows.budget)
         if not (waiting.has_recovering or any(seq.is_recovering for seq in unfinished)):
             return
@@ -54,7 +54,7 @@ class RecoveryPace:
     def next(
         self, state: ExecutorState, waiting: WaitingQueue, now: float, *, may_recompute: bool
     ) -> Sequence | None:
-        """Who is served next by this executor; `may_recompute`: tokens are left to those that recover."""
+        """The sequence to be served next here; `may_recompute`: tokens are left for recovering ones."""
         head = waiting.peek(now, at=state.executor_id)
         if head is None or not head.is_recovering:
             return head
@@ -65,5 +65,5 @@ class RecoveryPace:
         return head
 
     def seated(self, seq: Sequence) -> None:
-        """`seq` has the newest seat."""
+        """`seq` has taken a seat."""
         self._had_last_seat = seq.is_recovering

@@ -1,7 +1,7 @@
-"""What a result brings its sequences: ids, and the log-probabilities that belong to them. Pure.
+"""Takes token ids and their log-probabilities out of a step's result. Pure.
 
-A row counts for the admission it was planned for: whoever was aborted, preempted or moved since has another
-`seq_id`, and gets nothing of it.
+A row counts for the admission it was planned for: a sequence that has since been aborted, preempted or moved
+has another `seq_id`, and the row is dropped.
 """
 
 from scheduler.counters import Counters
@@ -10,7 +10,7 @@ from scheduler.sequence import Sequence
 
 
 def take_prompt_logprobs(plan: BatchPlan, result: StepResult, progressed: list[Sequence]) -> list[Sequence]:
-    """Keeps what chunks of prompts brought, each position once; returns those whose due did not come."""
+    """Keeps prompt log-probabilities, each position once; returns the sequences that lack what was due."""
     unfit: list[Sequence] = []
     for seq, seq_id, num_computed_tokens in plan.filled:
         known = seq.prompt_logprobs
@@ -31,7 +31,7 @@ def take_prompt_logprobs(plan: BatchPlan, result: StepResult, progressed: list[S
 def append_tokens(
     rows: list[Sequence], result: StepResult, progressed: list[Sequence], counters: Counters
 ) -> list[Sequence]:
-    """Appends each row's ids; returns those whose ids came without their log-probabilities."""
+    """Appends each row's ids; returns the sequences whose ids came without their log-probabilities."""
     unfit: list[Sequence] = []
     at = 0
     token_ids = result.token_ids

@@ -1,8 +1,8 @@
-"""Who must give up a seat or blocks before the next plan is made, so that others get on. Pure.
+"""Preempts sequences before a plan is made, for blocks, for more important ones, or off a draining executor.
 
-Every function returns whether the plan may be made now: False when results must come in first. Nobody is
-taken off while a result is outstanding: its token log must be complete, for it is computed again from that.
-Waiting for the result leaves the executor idle for a moment; a needless victim would cost a recompute.
+Every function returns whether the plan may be made now: False when results must arrive first. Nothing is
+preempted while a result is outstanding: it is recomputed from its token log, which must be complete. Waiting
+for the result leaves the executor idle for a moment; a needless victim would cost a recompute. Pure.
 """
 
 from scheduler import admitting, draining, policy
@@ -15,8 +15,8 @@ from scheduler.sequence import Sequence
 def preempt_for_growth(core: CoreState, state: ExecutorState) -> bool:
     """Preempts until every decoding sequence can grow.
 
-    When nobody may be preempted, those left without a block are put off while the newcomers win their first
-    token. That comes: they have the blocks for it, and a step has tokens for more than those who decode.
+    When nothing may be preempted, sequences left without a block are postponed until the newcomers have their
+    first token. That will come: they have the blocks for it, and a step has more tokens than decoding takes.
     """
     while True:
         short = sum(seq.needs_block for seq in state.running.values()) - state.blocks.num_free
@@ -31,10 +31,10 @@ def preempt_for_growth(core: CoreState, state: ExecutorState) -> bool:
 
 
 def preempt_within_tenants(core: CoreState, state: ExecutorState) -> bool:
-    """Preempts one of each tenant that its own block limit keeps from growing.
+    """Preempts one sequence of each tenant whose own block limit keeps it from growing.
 
-    One at a time is enough: it held a block at least, and those left want one each. The last one left to
-    a tenant is not held to its limit, so somebody always gets on.
+    One at a time is enough: it held at least one block, and each of the others needs one. The last sequence
+    left to a tenant is not held to the limit, so one always progresses.
     """
     if state.session.num_unanswered:
         return False
@@ -55,7 +55,7 @@ def _preempt_for_blocks(core: CoreState, state: ExecutorState, seq: Sequence, wh
 
 
 def displace_for_next(core: CoreState, state: ExecutorState, now: float) -> bool:
-    """Displaces the less important for the next one who waits."""
+    """Displaces less important sequences for the next waiting one."""
     if core.batching is not Batching.ITERATION or state.is_draining:
         return True
     least = state.least_important
@@ -67,7 +67,7 @@ def displace_for_next(core: CoreState, state: ExecutorState, now: float) -> bool
     if core.inquiry and core.inquiry.may_keep_out(state):
         return True  # it could not enter
     if admitting.tokens_left_to(core, state, head, now) <= 0:
-        return True  # it would get its seat and none of the tokens: a later step has some
+        return True  # it would get a seat but no tokens: a later step has some
     chosen = core.entrance.who_makes_way(state, head)
     if chosen and admitting.is_too_late(core, head, now):
         admitting.put_behind(core, state, head)
@@ -78,12 +78,12 @@ def displace_for_next(core: CoreState, state: ExecutorState, now: float) -> bool
         core.counters.displacements += 1
         seq.num_displacements += 1
         core.preempt(state, seq, f"made way for {head.request.request_id}")
-        state.made_way_for = head  # though what was given back may let another one come before it
+        state.made_way_for = head  # even if what was freed would let another one come before it
     return True
 
 
 def move_off_draining(core: CoreState, state: ExecutorState, now: float) -> bool:
-    """Gives those that it will not finish to the others."""
+    """Moves sequences that a draining executor will not finish to the others."""
     movers = draining.who_must_move(state, core.placement.others(state), core.lengths, now)
     if movers and state.session.num_unanswered:
         return False

@@ -1,17 +1,17 @@
-"""Exactly once towards one router: who reads which sequence, and how far.
+"""Exactly once towards one router: which sequences it reads, and how far.
 
-The outbox is a cursor for each sequence into its token log, not a queue of messages: nothing in the step loop
-waits for a router, and a slow one gets fewer, larger messages. A state machine without I/O; the servicer only
-moves what `take` gives.
+The outbox is a cursor into each sequence's token log, not a queue of messages: nothing in the step loop waits
+for a router, and a slow one gets fewer, larger messages. A state machine without I/O; the servicer only moves
+what `take` returns.
 
     attach(handle, seq, n)      tokens from the n-th on are owed
     touch(seq)                  it has news
-    take(now) ─► StepOutput     what is owed, once; None while nothing is, or too much is unacknowledged
+    take(now) ─► StepOutput     what is owed, once; None if nothing is, or too much is unacknowledged
     acked(message_id) ─► done   sequences whose end the router has: their records may go
-    close() ─► orphans          the stream broke: sequences nobody reads now
+    close() ─► orphans          the stream broke: sequences that now have no reader
 
-A router that has left a stream for a new one may have messages on the old one that are read after the first
-ones of the new one. So streams are numbered, and `superseded` says which are over when one begins.
+When a router has left a stream for a new one, messages on the old stream may still be read after the first
+ones of the new. So streams are numbered, and `superseded` says which are over when one begins.
 
 Must not know: protobuf, text, the queue.
 """
@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from scheduler.sequence import Finish, FinishReason, Sequence, StatusCode
 from scheduler.token_ids import TokenIds
 
-MAX_UNACKED_MESSAGES = 8  # more in flight only grows the transport's buffers
-# In one message: a router that comes back may be owed more than the smallest --max-message-bytes (1 MiB).
+MAX_UNACKED_MESSAGES = 8  # more in flight only fills the transport's buffers
+# In one message: a router that returns may be owed more than the smallest --max-message-bytes (1 MiB).
 MAX_TOKENS = 1 << 16
-MAX_LOGPROBS = 1 << 11  # entries, each with its alternatives some 300 bytes
+MAX_LOGPROBS = 1 << 11  # entries, each some 300 bytes with its alternatives
 _TAKEN_OVER = Finish(
     FinishReason.ERROR,
     message="another stream goes on with this request",
@@ -37,7 +37,7 @@ _TAKEN_OVER = Finish(
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """One handle of one stream: who reads a sequence, and how many of its output tokens were sent."""
+    """One handle of one stream: the reader of a sequence, and how many output tokens it was sent."""
 
     session: "RouterSession"
     handle: int
@@ -47,12 +47,12 @@ class Attachment:
     is_dirty: bool = False
     has_told_accepted: bool = False
     has_told_start: bool = False
-    finish_message_id: int = 0  # the message that carried its end; 0 before
+    finish_message_id: int = 0  # the message that carried its end; 0 before that
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedOutput:
-    """The end of one handle, whether its sequence ended, was refused, or is another reader's now."""
+    """The end of one handle: its sequence ended, was refused, or now has another reader."""
 
     handle: int
     finish: Finish
@@ -69,7 +69,7 @@ class StepOutput:
     num_tokens: list[int] = field(default_factory=list)
     token_ids: TokenIds = field(default_factory=lambda: array("I"))
     logprobs: list[tuple[int, list[object]]] = field(default_factory=list)
-    # handle, position of the first, one for each position from there on
+    # handle, position of the first, and one entry per position from there on
     prompt_logprobs: list[tuple[int, int, list[object]]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # handles
     started: list[tuple[int, int]] = field(default_factory=list)  # handle, cached prompt tokens
@@ -77,7 +77,7 @@ class StepOutput:
 
 
 class SessionError(RuntimeError):
-    """The router broke the rules of the stream; the stream ends with this sentence."""
+    """The router broke the rules of the stream, which ends with this sentence."""
 
 
 class RouterSession:
@@ -95,16 +95,16 @@ class RouterSession:
     )
 
     def __init__(self, router_id: str, stream: int = 0) -> None:
-        """`stream`: which of the router's streams it is; 0 from a router that does not count them."""
+        """`stream`: number of this stream; 0 from a router that does not count them."""
         self.router_id = router_id
         self.stream = stream
         self.is_superseded = False
-        """The router has a newer stream: what still comes on this one is not looked at."""
+        """The router has a newer stream: what still arrives on this one is ignored."""
         self.attachments: dict[int, Attachment] = {}
         self._dirty: list[Attachment] = []
-        self._ends: list[FinishedOutput] = []  # of handles that have no sequence here
+        self._ends: list[FinishedOutput] = []  # for handles that have no sequence here
         self._next_message_id = 1
-        self._unacked: deque[tuple[int, float, list[Attachment]]] = deque()  # id, sent at, ends in it
+        self._unacked: deque[tuple[int, float, list[Attachment]]] = deque()  # id, time sent, ends in it
 
     def is_newer_than(self, other: "RouterSession") -> bool:
         """Whether the router has left `other` for this stream."""
@@ -113,8 +113,8 @@ class RouterSession:
     def attach(self, handle: int, seq: Sequence, num_received: int) -> "RouterSession | None":
         """From now on `handle` reads `seq`, of which the router has `num_received` output tokens.
 
-        Returns the session that read it until now, if there was one: the newest reader wins, and the older
-        one's handle ends.
+        Returns the session that read it before, if there was one: the newest reader wins, and the older one's
+        handle ends.
         """
         self.check_new(handle)
         before = seq.attachment
@@ -128,7 +128,7 @@ class RouterSession:
         return before.session
 
     def refuse(self, handle: int, finish: Finish) -> None:
-        """The request behind `handle` is not taken in."""
+        """The request behind `handle` is not accepted."""
         self.check_new(handle)
         self._ends.append(FinishedOutput(handle, finish))
 
@@ -153,7 +153,7 @@ class RouterSession:
         return bool(self._dirty or self._ends)
 
     def take(self, now: float) -> StepOutput | None:
-        """What is owed as one message; None when nothing is, or the router must acknowledge first."""
+        """What is owed, as one message; None if nothing is, or if the router must acknowledge first."""
         if not self.has_news or len(self._unacked) >= MAX_UNACKED_MESSAGES:
             return None
         output = StepOutput(self._next_message_id, finished=self._ends)
@@ -163,14 +163,14 @@ class RouterSession:
         for attachment in self._dirty:
             seq = attachment.seq
             if seq.attachment is not attachment:
-                continue  # somebody else reads it now
+                continue  # it has another reader now
             if not attachment.has_told_accepted:
                 attachment.has_told_accepted = True
                 output.accepted.append(attachment.handle)
             if seq.has_started and not attachment.has_told_start:
                 attachment.has_told_start = True
                 output.started.append((attachment.handle, seq.num_cached_tokens))
-            # In this order: tokens after the prompt's log-probabilities, the end after all else.
+            # In this order: the prompt's log-probabilities, then tokens, then the end.
             is_caught_up = True
             if seq.prompt_logprobs is not None:
                 logprobs_room -= self._take_prompt_logprobs(
@@ -203,7 +203,7 @@ class RouterSession:
     def _take_prompt_logprobs(
         attachment: Attachment, known: list[object], output: StepOutput, room: int
     ) -> int:
-        """Adds those that are owed, as far as there is room; returns how many."""
+        """Adds as many as are owed and there is room for; returns how many."""
         start = attachment.prompt_cursor
         count = min(len(known) - start, room)
         if count > 0:
@@ -213,7 +213,7 @@ class RouterSession:
 
     @staticmethod
     def _take_tokens(attachment: Attachment, output: StepOutput, logprobs_room: int) -> int:
-        """Adds those that are owed, as far as there is room; returns how many."""
+        """Adds as many as are owed and there is room for; returns how many."""
         seq = attachment.seq
         start = seq.num_prompt_tokens + attachment.cursor
         count = min(len(seq.token_ids) - start, MAX_TOKENS - len(output.token_ids))
@@ -234,7 +234,7 @@ class RouterSession:
         return count
 
     def acked(self, message_id: int) -> list[Sequence]:
-        """The router has everything up to `message_id`; returns sequences whose end is thereby delivered."""
+        """The router has everything up to `message_id`; returns the sequences whose end it now has."""
         if message_id >= self._next_message_id:
             raise SessionError(
                 f"message {message_id} was acknowledged, the newest is {self._next_message_id - 1}"
@@ -249,11 +249,11 @@ class RouterSession:
         return done
 
     def oldest_unacked(self) -> float | None:
-        """When the oldest unacknowledged message was taken; None when all are acknowledged."""
+        """When the oldest unacknowledged message was taken; None if all are acknowledged."""
         return self._unacked[0][1] if self._unacked else None
 
     def close(self) -> list[Sequence]:
-        """The stream is gone. Returns the sequences that nobody reads now."""
+        """The stream is gone. Returns the sequences that now have no reader."""
         orphans = [item.seq for item in self.attachments.values() if item.seq.attachment is item]
         for seq in orphans:
             seq.attachment = None
@@ -265,7 +265,7 @@ class RouterSession:
 
 
 def superseded(new: RouterSession, others: Iterable[RouterSession]) -> list[RouterSession]:
-    """The streams that are over when `new` begins: older ones of its router, or itself if it comes late."""
+    """The streams that are over when `new` begins: older ones of its router, or `new` if it comes late."""
     others = list(others)
     if any(other.is_newer_than(new) for other in others):
         return [new]
@@ -278,7 +278,7 @@ def session_of(seq: Sequence) -> RouterSession | None:
 
 
 def touch(seq: Sequence) -> RouterSession | None:
-    """`seq` has news: marks it for its reader, whose session is returned (None when nobody reads)."""
+    """`seq` has news: marks it for its reader, whose session is returned (None if it has no reader)."""
     attachment = seq.attachment
     if not isinstance(attachment, Attachment):
         return None

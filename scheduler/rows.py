@@ -28,8 +28,8 @@ class Rows:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.recompute_budget = budget  # of it, for those that were lost with their executor
-        self.best_other = math.inf  # importance of who would have the rest of it
+        self.recompute_budget = budget  # the part of it for sequences lost with their executor
+        self.best_other = math.inf  # best importance among those that also want the rest
         self.rows: list[Sequence] = []
         self.seq_ids: list[int] = []
         self.num_tokens: list[int] = []
@@ -40,7 +40,7 @@ class Rows:
         self.num_new_blocks: list[int] = []
         self.new_block_ids: list[int] = []
         self.filled: list[tuple[Sequence, int, int]] = []  # chunks, which may fill blocks
-        self.outgrown: list[tuple[Sequence, int, int]] = []  # decoding rows whose block before is full
+        self.outgrown: list[tuple[Sequence, int, int]] = []  # decoding rows whose previous block is full
 
     def chunk(self, seq: Sequence, limit: int) -> None:
         """Gives `seq` as many of its uncomputed tokens as `limit` allows."""

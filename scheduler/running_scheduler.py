@@ -1,8 +1,8 @@
-"""The running scheduler: the core, its clock, and who must be woken by what.
+"""The running scheduler: the core, its clock, and the events that wake executors' and routers' loops.
 
-Whatever may give an executor work (a request, a cancel, a deadline, a result, an executor come back) wakes
-its epoch (`epoch`), so no request ever sleeps until another one arrives. The clock is read here and by those
-who drive the executors, and nowhere below.
+Whatever may give an executor work (a request, a cancel, a deadline, a result, an executor that returns) wakes
+its epoch (`epoch`), so no request ever sleeps until another one arrives. The clock is read here and by what
+drives the executors, and nowhere below.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Watcher:
 
 
 class RunningScheduler:
-    """What the executors' loops, the routers' streams, the timers and the lease have in common."""
+    """What the executors' loops, the routers' streams, the timers and the lease share."""
 
     def __init__(self, core: SchedulerCore, *, on_serving: Callable[[bool, str], None]) -> None:
         """`on_serving(serving, reason)` is called at every change."""
@@ -61,19 +61,19 @@ class RunningScheduler:
         self.num_plans = 0
         self.num_plan_bytes = 0
         self.promise: Promise | None = None
-        """What routers are welcomed with; those who were told another one are welcomed anew."""
+        """What routers are welcomed with; those that were told something else are welcomed again."""
         self.term = 0
         self.last_step_id = 0
         self.is_serving = False
         self.is_leaving = False
         self.standing_by = ""
-        """Why it does not lead, if it does not: see `leadership`."""
+        """Why it does not lead; empty if it does. See `leadership`."""
         self.num_step_downs = 0
         self.reason = NO_EXECUTOR_YET
         self._on_serving = on_serving
         self._executor_wakes: dict[str, asyncio.Event] = {}
         self._router_wakes: dict[RouterSession, asyncio.Event] = {}
-        self.missing: dict[str, str] = {}  # executors not attached, and why
+        self.missing: dict[str, str] = {}  # executors that are not attached, and why
         self._timer_wake = asyncio.Event()
         self._core_changed = asyncio.Event()
 
@@ -87,10 +87,10 @@ class RunningScheduler:
         """Routers connected."""
         return len(self._router_wakes)
 
-    # --- who is woken by what ------------------------------------------------------------------------------
+    # --- waking loops --------------------------------------------------------------------------------------
 
     def join(self, session: RouterSession, wake: asyncio.Event) -> None:
-        """From now on news for `session` set `wake`; older streams of its router are over."""
+        """From now on, news for `session` sets `wake`; older streams of its router are over."""
         for over in superseded(session, self._router_wakes):
             over.is_superseded = True
             self.wake_router(over)
@@ -104,7 +104,7 @@ class RunningScheduler:
         self.queue_changed()
 
     def deliver(self, sequences: Iterable[Sequence]) -> None:
-        """These have news for their routers."""
+        """These sequences have news for their routers."""
         self._core_changed.set()
         woken: set[RouterSession] = set()
         for seq in sequences:
@@ -120,13 +120,13 @@ class RunningScheduler:
             _log_end(seq, self.last_step_id)
 
     def wake_router(self, session: RouterSession) -> None:
-        """`session` has something to say."""
+        """`session` has something to send."""
         wake = self._router_wakes.get(session)
         if wake is not None:
             wake.set()
 
     def queue_changed(self) -> None:
-        """Something came, went, or freed something: every executor may have work, a timer may have moved."""
+        """The queue changed, or something was freed: executors may have work, and a timer may have moved."""
         self._core_changed.set()
         for wake in self._executor_wakes.values():
             wake.set()
@@ -135,7 +135,7 @@ class RunningScheduler:
     # --- time ----------------------------------------------------------------------------------------------
 
     async def run_timers(self) -> None:
-        """Ends what is past its time. Has its own clock: a hung executor brings no step to notice it."""
+        """Ends what is past its time. Does not rely on steps: a hung executor makes none."""
         while True:
             self._timer_wake.clear()
             next_time = self.core.next_timer
@@ -150,7 +150,7 @@ class RunningScheduler:
     # --- executors -----------------------------------------------------------------------------------------
 
     def executor_attached(self, executor_id: str, opened: Opened, wake: asyncio.Event) -> None:
-        """A fresh epoch is there."""
+        """An executor was opened, with a fresh epoch."""
         self._executor_wakes[executor_id] = wake
         self.capacity = opened.capacity
         self.term = max(self.term, opened.term)
@@ -160,10 +160,10 @@ class RunningScheduler:
         self._update_serving()
 
     def refusal_of(self, executor_id: str, capacity: Capacity) -> str | None:
-        """Why an executor that was opened cannot be attached, as a sentence.
+        """Why an executor that was opened cannot be attached, as a sentence; None if it can.
 
-        Beside others it must serve their model, with their numbers. Alone it may bring another model, once
-        nobody is left who was promised the earlier one.
+        If others are attached, it must serve their model, with their numerics. Alone it may bring another
+        model, once no live request was promised the earlier one.
         """
         told = self.capacity
         if told is None:
@@ -183,21 +183,21 @@ class RunningScheduler:
         return None
 
     def _renew_promise(self) -> None:
-        """As long as no executor is there, the latest one stands."""
+        """While no executor is attached, the latest promise stands."""
         core = self.core
         if core.executors and self.capacity is not None:
             promise = Promise.of(self.capacity, core.max_total_tokens, core.features)
             self.promise = promise.knowing(self.promise if len(core.executors) > 1 else None)
 
     def twin_of(self, executor_id: str, instance_id: str) -> str | None:
-        """Another address under which the same process is attached already."""
+        """Another address under which the same process is already attached."""
         for other_id, state in self.core.executors.items():
             if instance_id and other_id != executor_id and state.capacity.instance_id == instance_id:
                 return other_id
         return None
 
     def executor_lost(self, executor_id: str, reason: str, *, is_crash: bool) -> None:
-        """Its epoch is over: what ran there waits again. `is_crash`: it may have died of what it computed."""
+        """Its epoch is over: what ran there waits again. `is_crash`: what it computed may have killed it."""
         del self._executor_wakes[executor_id]
         self.feed.executor_gone(executor_id)
         self._deliver_ended(self.core.detach(executor_id, self.now(), is_crash=is_crash))
@@ -206,14 +206,14 @@ class RunningScheduler:
         self.queue_changed()
 
     def executor_missing(self, executor_id: str, reason: str) -> None:
-        """Says why an executor is not attached."""
+        """Records why an executor is not attached."""
         if self.missing.get(executor_id) != reason:
             self.missing[executor_id] = reason
             _log.warning("waiting_for_executor", executor=executor_id, reason=reason)
             self._update_serving()
 
     def executor_given_up(self, executor_id: str) -> None:
-        """Nobody waits for this executor any more."""
+        """The scheduler no longer wants this executor."""
         self.missing.pop(executor_id, None)
         self._update_serving()
 
@@ -248,7 +248,7 @@ class RunningScheduler:
             self.feed.step(self.core.executors[executor_id], plan, self.now(), num_bytes)
 
     def result_applied(self, step_id: int, outcome: Outcome, *, has_turned: bool) -> None:
-        """A result has been; `has_turned`: its executor has begun to drain, or does so no more."""
+        """A result was applied; `has_turned`: its executor began, or ceased, to drain."""
         self.last_step_id = step_id
         self.deliver(outcome.progressed)
         self._deliver_ended(outcome.ended)
@@ -257,10 +257,10 @@ class RunningScheduler:
         if self.core.waiting:
             self._wake_idle()
         if outcome.ended:
-            self._timer_wake.set()  # their results are kept for a while only
+            self._timer_wake.set()  # their results are kept only for a while
 
     def _wake_idle(self) -> None:
-        """Somebody waits, and something has just come free: an executor with nothing to do may take it."""
+        """Sequences wait, and something was freed: an executor with nothing to do may take one."""
         for executor_id, state in self.core.executors.items():
             if not state.running:
                 self._executor_wakes[executor_id].set()
@@ -276,15 +276,15 @@ class RunningScheduler:
     # --- leading and standing by ---------------------------------------------------------------------------
 
     def lead(self) -> None:
-        """From now on this scheduler is the one to ask."""
+        """From now on this scheduler leads."""
         self.standing_by = ""
         self._update_serving()
 
     def stand_by(self, reason: str) -> None:
-        """Another one is. Its executors are gone; whoever was promised something here asks there."""
+        """Another scheduler leads. The executors here are gone, and routers take their requests there."""
         assert not self.core.executors
         if not self.standing_by:
-            self.num_step_downs += 1  # ends the streams of those who were welcomed
+            self.num_step_downs += 1  # ends the streams of routers that were welcomed
             for key in list(self.core.sequences):
                 self.core.cancel(key, FinishReason.ABORT, self.now())
         self.standing_by = reason
@@ -295,7 +295,7 @@ class RunningScheduler:
     # --- draining ------------------------------------------------------------------------------------------
 
     async def drained(self) -> None:
-        """Takes nothing new from now on; returns when nothing runs or waits."""
+        """Accepts nothing new from now on; returns when nothing runs or waits."""
         self.is_leaving = True
         self._update_serving()
         while not self.core.is_idle:

@@ -1,7 +1,7 @@
-"""One sequence: what is asked, how far it is, what it holds, how it ended.
+"""One sequence: its request, how far it is, what it holds, and how it ended.
 
-Prefill and decode are not states. A sequence has tokens that are known and tokens that are computed; the
-work left is the difference, and the scheduler gives out tokens until computed catches up with known.
+Prefill and decode are not states. A sequence has tokens that are known and tokens that are computed; the work
+left is the difference, and the scheduler gives out tokens until computed catches up with known.
 
 Pure: knows nothing of executors, routers or wires, and has no clock.
 """
@@ -26,7 +26,7 @@ class FinishReason(IntEnum):
 
 
 class StatusCode(IntEnum):
-    """The gRPC status codes the scheduler speaks of; it knows numbers, not gRPC."""
+    """The gRPC status codes that the scheduler uses, as numbers: it does not know gRPC."""
 
     OK = 0
     INVALID_ARGUMENT = 3
@@ -52,8 +52,8 @@ class Event(Enum):
 
     ADMIT = "admit"
     PREEMPT = "preempt"  # also: its executor was lost
-    FINISH = "finish"  # the executor's word, STOP or LENGTH
-    ABORT = "abort"  # cancel, orphaned too long, stop string matched by the router
+    FINISH = "finish"  # reported by the executor, STOP or LENGTH
+    ABORT = "abort"  # cancelled, orphaned too long, or the router matched a stop string
     EXPIRE = "expire"  # the deadline has passed
     FAIL = "fail"  # its row cannot be computed
 
@@ -73,21 +73,21 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 
 class IllegalTransitionError(RuntimeError):
-    """A sequence was asked to do what its state does not allow: a fault of ours, never of a client."""
+    """A sequence was asked to do what its state does not allow: our bug, never the client's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for, fixed for life.
+    """What is asked for, fixed for life (but see its deadline, which a new call of its client may change).
 
-    Of the sampling parameters the scheduler reads the few it needs; the rest travels on in `sampling`
-    unread, so that a new option needs no new scheduler.
+    The scheduler reads only the few sampling parameters it needs; all of them travel on in `sampling` unread,
+    so that a new option needs no new scheduler.
     """
 
     key: bytes  # 16 bytes, durable across streams and schedulers
     request_id: str
     prompt_token_ids: TokenIds
-    sampling: bytes  # encoded, handed on to the executor as it came
+    sampling: bytes  # encoded, passed on to the executor unchanged
     max_tokens: int
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
@@ -99,15 +99,15 @@ class Request:
     cache_salt: str = ""
     body_digest: bytes = b""
     deadline: float | None = None  # seconds on the scheduler's clock
-    arrival: float = 0.0  # seconds on the scheduler's clock, time waited at earlier schedulers taken off
+    arrival: float = 0.0  # seconds on the scheduler's clock; earlier by what it waited at other schedulers
     accepted_before: bool = False
     want_logprobs: bool = False
     want_prompt_logprobs: bool = False
     needs: frozenset[str] = frozenset()  # abilities that an executor may lack (`Capacity.features`)
-    traceparent: str = ""  # names the span that it is part of, to whoever works for it; opaque
+    traceparent: str = ""  # names the span that the request is part of; opaque
 
     def end_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """The ids that end its output, at executors whose model's end tokens these are."""
+        """The ids that end its output, for a model with these end tokens."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_token_ids
 
 
@@ -135,7 +135,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A waiting sequence whose first `num_tokens` tokens, whole blocks, another one computes or will next."""
+    """A waiting sequence whose first `num_tokens` tokens (whole blocks) another one computes, or will."""
 
     seq: "Sequence"
     num_tokens: int
@@ -143,17 +143,17 @@ class Follower:
 
 @dataclass(slots=True)
 class FollowerLine:
-    """Those of one tenant in one class who followed somebody that went: now they follow the first of them.
+    """Followers, of one tenant in one class, of sequences that went: they now follow the first of them.
 
-    `heap` has them in the order in which they would be served: rank, order, tokens, sequence. They share no
-    more than `most_tokens` with the first, as far as is known.
+    `heap` has them in order of service: rank, order, tokens, sequence. They share no more than `most_tokens`
+    with that first one, as far as is known.
     """
 
     heap: list[tuple[tuple[object, ...], int, int, "Sequence"]]
     most_tokens: int
 
     def take_served(self, num_tokens: int) -> list["Sequence"]:
-        """Takes off those for whom so many tokens are enough."""
+        """Removes and returns those for which this many tokens are enough."""
         if self.most_tokens <= num_tokens:
             served, self.heap = [seq for *_, seq in self.heap], []
             return served
@@ -166,11 +166,11 @@ class FollowerLine:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way.
+    """A request in progress.
 
     `token_ids` holds the known tokens, prompt and output. `num_computable_tokens` counts those that the next
-    step may compute: it runs ahead of the known ones by one for each step in flight that samples, and never
-    reaches `max_len`, since the last token of all is sampled but never fed.
+    step may compute: it is ahead of the known ones by one for each step in flight that samples, and never
+    reaches `max_len`, since the last token is sampled but never fed.
     """
 
     request: Request
@@ -180,7 +180,7 @@ class Sequence:
     max_len: int  # prompt + max_tokens
     order: int  # submission counter: breaks ties
 
-    # The core's: how far it is, and what it holds.
+    # Of the core: how far it is, and what it holds.
     state: State = State.WAITING
     num_computable_tokens: int = 0
     num_computed_tokens: int = 0  # steps in flight included
@@ -188,48 +188,48 @@ class Sequence:
     executor_id: str = ""
     block_table: list[int] = field(default_factory=list)
     num_slots: int = 0  # tokens the block table has room for
-    waiting_since: float = 0.0  # its arrival, or when it lost its place in a batch
-    only_at: frozenset[str] | None = None  # executors that can ever compute it; None: all that are attached
-    importance: float = 0.0  # while it runs: its priority, or in a turn that its age has won, better
+    waiting_since: float = 0.0  # its arrival, or when it last lost its seat
+    only_at: frozenset[str] | None = None  # executors that can ever compute it; None: all attached ones
+    importance: float = 0.0  # while it runs: its priority, or better during a turn won by age
     latest_start: float = float("inf")  # to be in time, as estimated when it began to wait or got a deadline
     has_started: bool = False  # was admitted at least once
-    is_prefilling: bool = False  # was admitted and has won no token yet
-    is_recovering: bool = False  # its executor was lost or drained, and it has won no token since
+    is_prefilling: bool = False  # was admitted and has produced no token since
+    is_recovering: bool = False  # its executor was lost or drained; has produced no token since
     is_padding: bool = False  # holds a finished member's seat in a padded request-level batch
     num_tokens_at_admission: int = 0
     num_preemptions: int = 0  # for lack of blocks
-    num_displacements: int = 0  # for somebody more important
+    num_displacements: int = 0  # for a more important sequence
     num_cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     num_wasted_tokens: int = 0  # computed, never delivered
-    num_resumed_tokens: int = 0  # output tokens it was submitted with: they have no logprobs here
+    num_resumed_tokens: int = 0  # output tokens it was submitted with: these have no logprobs here
     finish: Finish | None = None
     orphaned_until: float | None = None
     forget_at: float | None = None
 
     # Of `results`.
     logprobs: list[object] | None = None  # opaque, one for each output token computed here
-    prompt_logprobs: list[object] | None = None  # opaque, of the prompt's tokens from the second on
+    prompt_logprobs: list[object] | None = None  # opaque, one for each prompt token from the second on
 
     # Of `prefix_cache`.
     block_keys: list[bytes] = field(default_factory=list)  # names of its full blocks' content, as far as made
-    keys_block_size: int = 0  # of the blocks that they name
-    other_block_keys: dict[int, list[bytes]] | None = None  # the same, by other block sizes
-    num_registered_blocks: int = 0  # of its block table, from the start: found or made known in the index
-    followers: list["Follower"] = field(default_factory=list)  # who waits for what it computes, or will
-    inherited: FollowerLine | None = None  # and who followed one that went, before it did
+    keys_block_size: int = 0  # block size that `block_keys` are for
+    other_block_keys: dict[int, list[bytes]] | None = None  # the same for other block sizes
+    num_registered_blocks: int = 0  # of its block table, from the start: found, or entered in the index
+    followers: list["Follower"] = field(default_factory=list)  # wait for what it computes, or will
+    inherited: FollowerLine | None = None  # and those that followed one that went
 
     # Of `inquiry`.
     num_proven_tokens: int = 0  # computed without harm when an executor last died under it
-    num_tokens_at_crash: int = 0  # those that it was just computing counted in
+    num_tokens_at_crash: int = 0  # the same plus those that were being computed
 
-    # For those who tell of it: `explain`, `router_session`, `traces`.
+    # For those who report on it: `explain`, `router_session`, `traces`.
     time_line: TimeLine | None = None
-    attachment: object | None = None  # the router session's own record of who reads it
-    traceparent: str = ""  # what executors are told: its own span, if it has one, else its request's
+    attachment: object | None = None  # the router session's own record of the reader
+    traceparent: str = ""  # sent to executors: its own span if it has one, else its request's
 
     @classmethod
     def of(cls, request: Request, tenant: Tenant, output_token_ids: TokenIds, order: int) -> "Sequence":
-        """A waiting sequence that goes on after `output_token_ids`."""
+        """A waiting sequence that continues after `output_token_ids`."""
         token_ids = request.prompt_token_ids + output_token_ids
         num_prompt_tokens = len(request.prompt_token_ids)
         seq = cls(
@@ -244,7 +244,7 @@ class Sequence:
         return seq
 
     def move(self, event: Event) -> None:
-        """Takes the one step the table allows; a missing pair raises."""
+        """Moves along the table of transitions. Raises IllegalTransitionError for a pair that it lacks."""
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise IllegalTransitionError(
@@ -253,7 +253,7 @@ class Sequence:
         self.state = target
 
     def take_followers(self) -> list["Follower"]:
-        """All of them, who follow it no more."""
+        """Removes and returns all its followers."""
         taken, self.followers = self.followers, []
         if self.inherited is not None:
             most = self.inherited.most_tokens
@@ -275,19 +275,19 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output token ids known."""
+        """Number of known output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def prompt_logprobs_from(self) -> int | None:
-        """Position of the first prompt token whose log-probability is still wanted; None when none is."""
+        """Position of the first prompt token whose log-probability is still wanted; None if there is none."""
         if self.prompt_logprobs is None or len(self.prompt_logprobs) + 1 >= self.num_prompt_tokens:
             return None
         return len(self.prompt_logprobs) + 1
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens it may find computed: one at least is left, and those that log-probabilities need.
+        """How many tokens may come from the cache: not the last one, nor any that log-probabilities need.
 
         A token's distribution is computed with the token before it.
         """
@@ -302,11 +302,11 @@ class Sequence:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether it has won a token since it was last admitted."""
+        """Whether it has produced a token since its last admission."""
         return len(self.token_ids) > self.num_tokens_at_admission
 
     def output_token_ids(self, start: int = 0) -> TokenIds:
-        """Output ids from the `start`-th on."""
+        """Output ids, from index `start` on."""
         return self.token_ids[self.num_prompt_tokens + start :]
 
 
@@ -315,12 +315,12 @@ def end_of_output(
 ) -> Finish | None:
     """How these output ids already end the request, or None when it goes on.
 
-    The executor decides ends while it generates; this is for a request that comes back with its ids.
+    The executor decides about ends while it generates; this is for a request that comes back with its ids.
     """
     if not output_token_ids:
         return None
     last = output_token_ids[-1]
-    # Whatever `min_tokens` says: a constraint that leaves nothing else ends it before.
+    # Whatever `min_tokens` says: a constraint that allows nothing else may end it earlier.
     if last in request.end_token_ids(eos_token_ids):
         return Finish(FinishReason.STOP, matched_token_id=last)
     if len(output_token_ids) >= request.max_tokens:

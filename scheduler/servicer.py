@@ -69,7 +69,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             message = f"nothing was taken for {self._router_stall_seconds:g} seconds"
             end = RequestError(grpc.StatusCode.ABORTED, message)
         finally:
-            # Before the status is sent: to a router that takes nothing, that may last for ever.
+            # Before the status is sent: with a router that takes nothing, that may last for ever.
             stream.close()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -92,7 +92,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def Follow(
         self, request: router_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.BatchChanges]:
-        """The same for less: what changes, several steps in a message."""
+        """The same at less cost: only what changes, several steps in a message."""
         reader = FeedReader(request.executor_id)
         self._scheduler.feed.join(reader)
         try:
@@ -113,7 +113,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
-        """Where the time of a tenant's request went, by the newest of that id."""
+        """Where the time went of the tenant's newest request with this id."""
         lines = self._scheduler.core.explain(request.request_id, self._scheduler.now(), request.tenant)
         if not lines:
             message = (
@@ -124,7 +124,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
 
 class _SteppedDownError(Exception):
-    """This scheduler leads no longer: what was begun on the stream goes on elsewhere."""
+    """This scheduler leads no longer: what was begun on the stream continues elsewhere."""
 
 
 class _SupersededError(Exception):
@@ -132,7 +132,7 @@ class _SupersededError(Exception):
 
 
 class _OtherPromiseError(Exception):
-    """What the router was told when it was welcomed does not hold any more."""
+    """What the router was told when it was welcomed is no longer true."""
 
 
 class _RouterStream:
@@ -155,18 +155,18 @@ class _RouterStream:
 
     @property
     def _is_over(self) -> bool:
-        """Whether what still comes is not looked at."""
+        """Whether what still arrives is ignored."""
         return self.session.is_superseded or self._has_stepped_down
 
     @property
     def _has_stepped_down(self) -> bool:
-        """Whether the scheduler has, since its welcome; a router that has none may stay."""
+        """Whether the scheduler has stepped down since the welcome; a router without a welcome may stay."""
         return self._promise is not None and self._num_step_downs != self._scheduler.num_step_downs
 
     # --- in ------------------------------------------------------------------------------------------------
 
     async def read(self, messages: AsyncIterator[scheduler_pb2.RouterMessage]) -> None:
-        """Takes messages in until the router closes its side."""
+        """Receives messages until the router closes its side."""
         async for message in messages:
             if self._is_over:
                 return
@@ -182,7 +182,7 @@ class _RouterStream:
                 case "hello":
                     raise SessionError("Hello came a second time")
                 case None:
-                    pass  # of a newer revision
+                    pass  # from a newer revision
 
     def _submit(self, message: scheduler_pb2.Submit) -> None:
         token_ids = array("I", message.prompt_token_ids)
@@ -205,7 +205,7 @@ class _RouterStream:
             self._refuse(message.handle, error)
             return
         if live is not None and live is not seq:
-            self._scheduler.deliver([live])  # its reader, if it has one, learns that it was given up
+            self._scheduler.deliver([live])  # its reader, if it has one, learns that it was aborted
         older_reader = self.session.attach(message.handle, seq, len(message.output_token_ids))
         if older_reader is not None:
             self._scheduler.wake_router(older_reader)
@@ -214,9 +214,9 @@ class _RouterStream:
         self._scheduler.queue_changed()
 
     def _check_may_read(self, request: Request, live: Sequence | None) -> None:
-        """Raises RefusedError for a newcomer during shutdown, or for a key that another router is reading.
+        """Raises RefusedError for a new request during shutdown, or for a key that another router is reading.
 
-        A router that comes back takes its own streams over, and what clients were promised is never refused.
+        A router that reconnects takes over its own streams, and accepted requests are never refused.
         """
         if live is None:
             if self._scheduler.is_leaving:
@@ -240,7 +240,7 @@ class _RouterStream:
         self._wake.set()
 
     def _cancel(self, message: scheduler_pb2.Cancel) -> None:
-        """Gives a sequence up, unless another router has taken it over meanwhile."""
+        """Aborts a sequence, unless another router has taken it over meanwhile."""
         live = self._scheduler.core.sequences.get(message.key)
         reader = session_of(live) if live is not None else None
         if reader is not None and reader.router_id != self.session.router_id:
@@ -283,7 +283,7 @@ class _RouterStream:
                 await self._wake.wait()
 
     def _check_holds(self) -> None:
-        """Raises when nothing more may be said on this stream."""
+        """Raises when nothing more may be sent on this stream."""
         if self.session.is_superseded:
             raise _SupersededError
         if self._has_stepped_down:
@@ -292,9 +292,10 @@ class _RouterStream:
             raise _OtherPromiseError
 
     def _taken(self) -> StepOutput | None:
-        """What the router is owed, if anything. Looked at anew after each write, which may have taken long.
+        """What the router is owed, if anything. Checks again after each write, which may have taken long.
 
-        Who steps down gives up all it had, and none of these ends is for the router: its requests go on.
+        A scheduler that steps down aborts all it had, and the router must not see these ends: its requests
+        continue elsewhere.
         """
         self._check_holds()
         return self.session.take(self._scheduler.now())

@@ -1,7 +1,7 @@
-"""When a waiting sequence must begin to be done by its deadline, and what it takes at the least.
+"""When a waiting sequence must start in order to finish by its deadline, and how long it takes at least.
 
-Both follow from the measured step times (`step_time`), from how long answers are (`forecast`), and from what
-is cached of its prompt. Pure.
+Both follow from the measured step times (`step_time`), from how long answers are (`forecast`), and from how
+much of its prompt is cached. Pure.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from scheduler.forecast import LengthModel
 from scheduler.sequence import Sequence
 from scheduler.waiting import Policy
 
-# Half of all answers are longer than expected: begun without a margin they end late, and made others late.
+# Half of all answers are longer than expected: begun without a margin, these end late and make others late.
 # 1.5 did best of 1, 1.5, 2 and 3 on the Azure conversation trace (docs/results.md).
 SERVICE_MARGIN = 1.5
 
@@ -29,18 +29,19 @@ class Slack:
         self._lengths = lengths
 
     def latest_start(self, seq: Sequence) -> float:
-        """When `seq` must begin to be done by its deadline; never, when it has none or nobody orders by it.
+        """When `seq` must start to finish in time; infinity without a deadline, or under another policy.
 
-        What is cached of it counts as far as its names are made: of a new one, not before its turn.
+        Cached tokens count only as far as block names have been made: for a new sequence, not before its
+        turn.
         """
         return self._latest_start(seq, lambda state: state.cache.num_found(seq))
 
     def latest_start_at_best(self, seq: Sequence) -> float:
-        """When it must begin if all of its beginning that may be cached is."""
+        """When it must start if all of its prefix that may be cached is."""
         return self._latest_start(seq, lambda state: state.cache.num_found_at_most(seq))
 
     def least_service(self, seq: Sequence) -> float:
-        """Seconds that `seq` will take at the least: for one token, with all cached that may be."""
+        """Seconds that `seq` will take at least: for one token, with everything cached that may be."""
         return self._service(seq, 1, lambda state: state.cache.num_found_at_most(seq))
 
     def _latest_start(self, seq: Sequence, num_cached: NumCached) -> float:
@@ -51,7 +52,7 @@ class Slack:
         return deadline - SERVICE_MARGIN * self._service(seq, num_new_tokens, num_cached)
 
     def _service(self, seq: Sequence, num_new_tokens: int, num_cached: NumCached) -> float:
-        """Seconds until `seq`, once it runs, has put out so many more tokens, by the measured step times.
+        """Seconds until `seq`, once it runs, has produced this many more tokens, by the measured step times.
 
         0 while nothing was measured.
         """

@@ -1,15 +1,15 @@
-"""The steps of one executor that have no result yet: when they end as far as one can tell, when one is late.
+"""The steps of one executor that are in flight: when they are expected to end, and when one is late.
 
-    sent k ├──── step k ────┤├── step k + 1 ──┤      a step begins when it is sent, or when the one before has
+    sent k ├──── step k ────┤├── step k + 1 ──┤      a step begins when it is sent, or when the one before is
            sent k + 1 ┴      answered ┴              answered
 
-Pure: time is an argument, seconds.
+Pure: time is an argument, in seconds.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
-LATE_FACTOR = 20.0  # times its predicted duration, and a step is late
+LATE_FACTOR = 20.0  # a step is late after this many times its predicted duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,19 +17,19 @@ class Step:
     """A plan that was sent."""
 
     sent_at: float
-    predicted_seconds: float | None  # None: nobody knows
-    was_alone: bool  # nothing was under way when it was sent
+    predicted_seconds: float | None  # None: unknown
+    was_alone: bool  # nothing else was in flight when it was sent
 
 
 class StepClock:
-    """What is under way."""
+    """The steps in flight."""
 
     __slots__ = ("_steps", "began")
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque()  # the one that runs first
         self.began = 0.0
-        """When the step that runs began."""
+        """When the running step began."""
 
     @property
     def num_under_way(self) -> int:
@@ -43,32 +43,32 @@ class StepClock:
 
     @property
     def expected_end(self) -> float | None:
-        """When the step that runs should have answered; None when nobody knows, or none runs."""
+        """When the running step should be answered; None if unknown, or if none runs."""
         step = self.running
         if step is None or step.predicted_seconds is None:
             return None
         return self.began + step.predicted_seconds
 
     def sent(self, predicted_seconds: float | None, now: float) -> None:
-        """One more plan is on its way, whose step will probably take so long."""
+        """One more plan was sent, with this predicted duration of its step."""
         if not self._steps:
             self.began = now
         self._steps.append(Step(now, predicted_seconds, was_alone=not self._steps))
 
     def answered(self, now: float) -> Step:
-        """The step that ran has its result; returns it."""
+        """The running step was answered; returns it."""
         self.began = now
         return self._steps.popleft()
 
     def resumed(self, now: float) -> None:
-        """A new stream: what was under way is counted from now."""
+        """A new stream was opened: the running step is timed from now."""
         self.began = now
 
     def seconds_left(self, now: float) -> float:
-        """How long until all of them are expected to have answered.
+        """How long until all steps in flight are expected to be answered.
 
-        One that is over its time is taken to need as long again as it has taken so far: nobody should go on
-        waiting for an executor because it is always just about to be done.
+        A step that is overdue is assumed to need as long again as it has taken so far: otherwise sequences
+        would go on waiting for an executor that seems always just about to be done.
         """
         if not self._steps:
             return 0.0
@@ -78,7 +78,7 @@ class StepClock:
         return (left if left >= 0 else elapsed) + sum(predicted[1:])
 
     def late_at(self, least_seconds: float) -> float | None:
-        """When the step that runs is late: after `least_seconds`, or 20 times what was predicted for it."""
+        """When the running step is late: after `least_seconds`, or 20 times its prediction if longer."""
         step = self.running
         if step is None:
             return None

@@ -1,20 +1,20 @@
-"""How long a step will take: a line fitted to the steps that were measured.
+"""Predicts how long a step will take: a line fitted to measured steps.
 
     duration ≈ base + per_token · num_tokens          microseconds
 
 Least squares. The line goes through the mean of the newest steps (about fifty of them), so it follows a
-machine whose speed drifts. Its slope is forgotten only for what teaches it anew, which is spread: as much as
-a step differs from that mean, against what the steps remembered do (directional forgetting: Cao and Schwartz,
-2000). A thousand steps that are alike, to a hundredth of what steps usually differ by, say nothing of what a
-token costs: they leave the slope as it is. Pure.
+machine whose speed drifts. The slope is forgotten only as fast as it can be learned anew, which takes spread:
+how far a step is from that mean, compared with the steps remembered (directional forgetting: Cao and
+Schwartz, 2000). A thousand steps that differ by less than a hundredth of the usual spread say nothing about
+the cost of a token: they leave the slope as it is. Pure.
 """
 
 import math
 
-_FORGET = 0.98  # weight kept by the past at each new step: about fifty steps of memory
+_FORGET = 0.98  # weight kept by the past at each new step: a memory of about fifty steps
 _MIN_WEIGHT = 3.0  # steps before a prediction is worth anything
-_LEAST_NEWS = 0.01**2  # in squares of the usual deviation: below, a step teaches the base alone
-_MOST_NEWS = 4.0  # steps of usual spread that a single one counts for: an outlier is not all there is
+_LEAST_NEWS = 0.01**2  # in squares of the usual deviation: with less, a step teaches only the base
+_MOST_NEWS = 4.0  # a step counts for at most this many of usual spread: one outlier must not decide
 
 
 class StepTimeModel:
@@ -24,7 +24,7 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self._weight = self._mean_tokens = self._mean_us = 0.0
-        # Sums of squares and of products about the mean, and how many steps of usual spread they are of.
+        # Sums of squares and of products about the mean, and for how many steps of usual spread they stand.
         self._variance = self._covariance = self._news = 0.0
 
     def observe(self, num_tokens: int, duration_us: float) -> None:
@@ -46,11 +46,11 @@ class StepTimeModel:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """(base, per token) in microseconds, both >= 0; None before anything is known."""
+        """(base, per token) in microseconds, both >= 0; None while too little is known."""
         if self._weight < _MIN_WEIGHT:
             return None
         most = self._mean_us / self._mean_tokens if self._mean_tokens else 0.0
-        # No two steps have ever differed: blame it all on the tokens.
+        # If no two steps ever differed, the tokens are assumed to cost all of it.
         slope = self._covariance / self._variance if self._variance else math.inf
         if slope >= most:
             return (0.0, most) if most else (self._mean_us, 0.0)
@@ -58,12 +58,12 @@ class StepTimeModel:
         return self._mean_us - per_token * self._mean_tokens, per_token
 
     def predict_us(self, num_tokens: int) -> float | None:
-        """Expected duration of a step of `num_tokens`, microseconds."""
+        """Expected duration of a step of `num_tokens`, in microseconds; None while too little is known."""
         line = self.line
         return None if line is None else line[0] + line[1] * num_tokens
 
     def tokens_within(self, limit_us: float) -> int | None:
-        """Most tokens whose step is expected to stay within `limit_us`; None when nothing limits it."""
+        """Most tokens whose step is expected to stay within `limit_us`; None if nothing limits them."""
         line = self.line
         if line is None or line[1] == 0:
             return None

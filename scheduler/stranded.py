@@ -1,10 +1,11 @@
-"""What waits for an executor that is not there, and for how long.
+"""Keeps track of what waits for an executor that is not there, and for how long.
 
-Everybody does while none is attached. While some are, those do that none of them can ever compute: too long
-for each, or in need of an ability that it lacks. The one that could may come back; in the queue they are
-parked meanwhile, so that they hold nobody back. Nobody waits so for more than `recovery_timeout_seconds`.
+While no executor is attached, every sequence waits for one. While some are, a sequence may still need another
+one: it is too long for each of them, or needs an ability that each lacks. That executor may come back; until
+then such sequences are parked in the queue, where they hold nothing back. None waits like this for more than
+`recovery_timeout_seconds`.
 
-Pure: changes nothing but the queue's marks, and what time lines say of a wait.
+Pure: changes only the queue's holds, and what time lines say about a wait.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from scheduler.waiting import Hold, WaitingQueue
 
 
 class Stranded:
-    """Who waits so, and since when."""
+    """The sequences that wait for an executor, and since when."""
 
     __slots__ = (
         "_alone_since",
@@ -37,13 +38,13 @@ class Stranded:
         clocks: ReasonClocks,
         recovery_timeout_seconds: float,
     ) -> None:
-        """`inquiry`: told of those who cannot be tried."""
+        """`inquiry`: told about sequences that cannot be tried."""
         self._waiting = waiting
         self._executors = executors
         self._inquiry = inquiry
         self._clocks = clocks
         self._recovery_timeout_seconds = recovery_timeout_seconds
-        # When the last executor was lost, or when somebody came before there was one.
+        # When the last executor was lost, or when a sequence arrived before there was one.
         self._alone_since: float | None = None
         self._since: dict[Sequence, float] = {}  # in the order of those times
 
@@ -52,7 +53,7 @@ class Stranded:
         return seq in self._since
 
     def executor_came(self, now: float) -> None:
-        """One was attached. Who has waited for any goes on waiting for one that can, from then on."""
+        """One was attached. Sequences that still need another have waited since the last one was lost."""
         since = now if self._alone_since is None else self._alone_since
         self._alone_since = None
         self._look_at_all(now, since)
@@ -65,7 +66,7 @@ class Stranded:
             self._alone_since = now
 
     def began_to_wait(self, seq: Sequence, now: float, since: float | None = None) -> None:
-        """`seq` is in the queue, and has waited for an executor since then, if not from now on."""
+        """`seq` is in the queue; `since`: when it began to wait for an executor, if not now."""
         if not self._executors and self._alone_since is None:
             self._alone_since = now
         if self._executors and not self._can_be_computed(seq):
@@ -75,7 +76,7 @@ class Stranded:
             self._tell(seq, now, "no executor that is here can ever compute it", Reason.QUEUED_FOR_EXECUTOR)
 
     def waits_no_more(self, seq: Sequence) -> None:
-        """`seq` is over."""
+        """`seq` has ended."""
         self._since.pop(seq, None)
 
     def _look_at_all(self, now: float, since: float) -> None:
@@ -89,14 +90,14 @@ class Stranded:
 
     @property
     def next_time(self) -> float | None:
-        """When `overdue` has somebody next, as things are."""
+        """When `overdue` will next return something, as things are."""
         since = [next(iter(self._since.values()))] if self._since else []
         if self._alone_since is not None and self._waiting:
             since.append(self._alone_since)
         return min(since) + self._recovery_timeout_seconds if since else None
 
     def overdue(self, now: float) -> list[tuple[Sequence, str]]:
-        """Who has waited so for too long, with a sentence for its client."""
+        """Sequences that have waited for too long, each with a sentence for its client."""
         next_time = self.next_time
         if next_time is None or now < next_time:
             return []
@@ -119,7 +120,7 @@ class Stranded:
         return f"no executor{needs} came back that holds {seq.max_len} tokens, prompt and max_tokens together"
 
     def _can_be_computed(self, seq: Sequence) -> bool:
-        """Whether one of the executors that are there can compute `seq`."""
+        """Whether an attached executor can compute `seq`."""
         return any(state.suits(seq) for state in self._executors.values())
 
     def _tell(self, seq: Sequence, now: float, detail: str, own: Reason | None) -> None:

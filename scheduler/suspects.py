@@ -1,26 +1,27 @@
-"""Who is to blame when executors die: a search by halves that clears the innocent on the way.
+"""Finds the request that kills executors: a search by halves that clears the innocent on the way.
 
-An executor that dies takes nobody's request with it: all are computed again. Unless one of them is what it
-died of; then the next one dies as well, and the next. So:
+An executor that dies takes no request with it: all are computed again. But if it died because of one of them,
+the next executor dies as well, and the next. So:
 
-    1st crash   everybody with a row in the fatal plan becomes a suspect; all are computed again, as ever
-    2nd crash   those of the fatal plan who were suspects already are searched: half of them, newcomers first,
-                is on trial, among themselves; the others wait
-    trial       whoever completes two steps, and gets past where it was, is cleared; all cleared: the next
-                half; it dies again: it is one of those in the fatal plan, half of whom are the next trial
+    1st crash   all with a row in the fatal plan become suspects; all are computed again, as usual
+    2nd crash   those in the fatal plan that were suspects already are searched: half of them, newcomers
+                first, is on trial, with no others beside them; the rest waits
+    trial       a suspect that completes two steps, and passes the point where it was, is cleared; all
+                cleared: the next half; another crash: it is one of those in the fatal plan, and half of
+                these are the next trial
     one alone   in the fatal plan, for the second time or on trial: guilty
 
-With one guilty among n that is at most log2(n) + 2 crashes. Crashes that nobody is to blame for (a machine is
-switched off) cost those they hit a moment on trial. One alone that is hit at another place of its tokens than
-before is excused: what is deadly is mostly so at one place. Three times at most, and so many crashes more it
-takes to find one that is deadly at no certain place. To be found guilty by mistake, a request must be hit
-while it is alone, in the very step in which it was hit before.
+With one guilty among n, that is at most log2(n) + 2 crashes. Crashes without a culprit (a machine is switched
+off) cost those that they hit a moment on trial. A suspect that is hit alone, but at another place in its
+tokens than before, is excused: most deadly requests kill at one place. This happens at most three times,
+so it takes that many more crashes to find one that kills at no particular place. To be found guilty by
+mistake, a request must be hit while it is alone, in the very step in which it was hit before.
 
-An executor that lives, and answers what does not fit, counts as one that died; whether that speaks against
-anybody but itself, its rehearsal tells (`rehearsal`).
+An executor that lives but gives answers that do not fit counts as one that died; its rehearsal tells whether
+that speaks against anything but itself (`rehearsal`).
 
-Pure: names what is suspected (a request: its choices share the prompt, and so the blame), and knows neither
-sequences nor executors.
+Pure: deals in names of suspects (a request: its choices share the prompt, and so the blame), and knows
+neither sequences nor executors.
 """
 
 from collections.abc import Iterable
@@ -33,29 +34,29 @@ T = TypeVar("T")
 
 
 class Suspects(Generic[T]):
-    """Suspects of all executors of one scheduler."""
+    """The suspects on all executors of one scheduler."""
 
     __slots__ = ("_num_crashes", "_num_excuses", "_num_steps", "group", "trial")
 
     def __init__(self) -> None:
         self._num_crashes: dict[T, int] = {}  # since it was last cleared
         self._num_steps: dict[T, int] = {}  # completed since its last crash
-        self._num_excuses: dict[T, int] = {}  # crashes of those that do not count against it
+        self._num_excuses: dict[T, int] = {}  # crashes that do not count against it
         self.group: list[T] = []
-        """Who is searched, newcomers first. One of them is to blame, if anybody is."""
+        """The suspects being searched, newcomers first. If any request is to blame, it is one of these."""
         self.trial: list[T] = []
-        """The part of the group that runs now, among itself; the rest of it waits."""
+        """The part of the group that may run now, with no others; the rest of the group waits."""
 
     def __bool__(self) -> bool:
-        """Whether there is anybody to watch."""
+        """Whether there are any suspects."""
         return bool(self._num_crashes)
 
     def num_crashes(self, item: T) -> int:
-        """How many executors have died under it since it was last cleared."""
+        """How many executors have died while computing it since it was last cleared."""
         return self._num_crashes.get(item, 0)
 
     def crashed(self, rows: Iterable[T], *, is_elsewhere: bool = False) -> T | None:
-        """An executor died computing these, newcomers first; returns who is guilty, if that is known.
+        """An executor died computing these, newcomers first; returns the guilty one, if it is known.
 
         `is_elsewhere`: each of them was at another place than when it was hit before.
         """
@@ -73,12 +74,12 @@ class Suspects(Generic[T]):
         if tried:
             self._search(tried)
         elif again:
-            # Another search may go on: these come after it.
+            # Another search may be going on: these come after it.
             self._search([*self.group, *(item for item in again if item not in self.group)])
         return None
 
     def completed(self, item: T, *, is_past: bool) -> bool:
-        """It completed a step; `is_past`: it is further than at its last crash. True when it is cleared."""
+        """`item` completed a step; `is_past`: further than at its last crash. True when it is cleared."""
         if item not in self._num_crashes:
             return False
         self._num_steps[item] += 1
@@ -88,12 +89,12 @@ class Suspects(Generic[T]):
         return True
 
     def ended(self, item: T) -> None:
-        """It is over, for whatever reason: nothing is left to search for."""
+        """`item` has ended, for whatever reason: it need not be searched any more."""
         if item in self._num_crashes:
             self._forget(item)
 
     def set_aside(self, item: T) -> None:
-        """It cannot be tried for now: the search goes on without it, and what it has met is remembered."""
+        """`item` cannot be tried for now: the search goes on without it, but its crashes are remembered."""
         if item in self.group:
             self.group.remove(item)
         if item in self.trial:
@@ -114,7 +115,7 @@ class Suspects(Generic[T]):
         self.trial = group[: max(1, len(group) // 2)]
 
     def _forget(self, item: T) -> None:
-        """Drops what is remembered against it, whether it was cleared, found guilty, or is over."""
+        """Drops the record against it, whether it was cleared, found guilty, or has ended."""
         del self._num_crashes[item], self._num_steps[item]
         self._num_excuses.pop(item, None)
         self.set_aside(item)

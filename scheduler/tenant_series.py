@@ -1,8 +1,8 @@
-"""Which tenants have a name in the metrics: the most served ones, so many and no more; the rest are "other".
+"""Chooses which tenants have a name in the metrics: a fixed number of the most served; the rest is "other".
 
-A name once given stays: names that came and went with every change of rank would be new series for ever. So
-those of the tenants' file come first, then whoever was served most when there was room. What a tenant was
-served before it had a name may stay with the others, since no count ever goes back. Pure.
+A name once given stays: names that came and went with every change of rank would create new series for ever.
+So tenants in the tenants' file come first, then those that were served most when there was room. What a
+tenant was served before it had a name may stay in "other", since no count ever decreases. Pure.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ OTHER: Final = "other"
 
 
 class TenantSeries:
-    """One count of all tenants, such as output tokens."""
+    """One count by tenant, such as output tokens."""
 
     def __init__(self, count_of: Callable[[Tenant], int]) -> None:
         self._count_of = count_of
@@ -25,7 +25,7 @@ class TenantSeries:
         self._other = 0
 
     def read(self, tenants: Iterable[Tenant], total: int, first: frozenset[str]) -> dict[str, int]:
-        """Counts by name. `total` is of all tenants ever; names in `first` come before others."""
+        """Counts by name. `total` is that of all tenants ever; names in `first` come before others."""
         left = total - self._total
         self._total = total
         unnamed = []
@@ -45,7 +45,7 @@ class TenantSeries:
         return {**self._named, OTHER: self._other}
 
     def _name(self, unnamed: list[Tenant], first: frozenset[str], left: int) -> int:
-        """Names those there is room for; returns how much of `left` is theirs."""
+        """Gives names to as many as there is room for; returns how much of `left` is theirs."""
         unnamed = [tenant for tenant in unnamed if self._count_of(tenant) and tenant.name not in {"", OTHER}]
         unnamed.sort(key=lambda tenant: (tenant.name not in first, -self._count_of(tenant), tenant.name))
         given = 0

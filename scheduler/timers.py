@@ -1,7 +1,7 @@
-"""Points in time at which a sequence must be looked at: deadline, orphan's grace, kept result.
+"""Times at which a sequence must be looked at: deadline, end of orphan grace, end of a kept result.
 
-A heap of (time, sequence). An entry only says "look": what is due is decided by the sequence's own fields,
-so nothing needs to be taken out when a time changes. Pure: time comes in as an argument.
+A heap of (time, sequence). An entry only says "look": what is due depends on the sequence's own fields, so no
+entry needs to be removed when a time changes. Pure: time comes in as an argument.
 """
 
 import heapq
@@ -27,7 +27,7 @@ class Timers:
         self._next_entry = 0
 
     def watch(self, seq: Sequence, num_live: int) -> None:
-        """Looks at `seq` when its next time comes. `num_live` bounds how many stale entries may stay."""
+        """Will look at `seq` when its next time comes. `num_live` bounds how many stale entries stay."""
         due = next_due(seq)
         if due is None:
             return
@@ -53,7 +53,7 @@ class Timers:
             time = next_due(seq)
             if time is not None and time <= now:
                 found[seq] = None
-            elif time is not None:  # it moved later: look again then
+            elif time is not None:  # its time has moved: look again then
                 self._next_entry += 1
                 heapq.heappush(self._heap, (time, self._next_entry, seq))
         return list(found)

@@ -1,4 +1,4 @@
-"""The type of a token log: a compact array of unsigned 32-bit ids, four bytes a token."""
+"""Type of a token log: a compact array of unsigned 32-bit ids, four bytes a token."""
 
 from array import array
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""What a sequence's trace tells: one span from its arrival to its end, with an event for each phase.
+"""Traces sequences: one span each, from its arrival to its end, with an event for each phase.
 
-A listener: the core says that a sequence has come, and that it is over. All that was between stands in its
-time line, which is kept for `Explain` anyway; so a trace costs nothing while the sequence waits and runs.
+A listener that the core tells when a sequence arrives and when it ends. All that happened in between is in
+its time line, which is kept for `Explain` anyway; so a trace costs nothing while the sequence waits and runs.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _RUNNING = frozenset({Reason.PREFILL, Reason.DECODE})
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Something that a trace shows; `start` in seconds since the sequence came in."""
+    """Something that a trace shows; `start` in seconds since the sequence arrived."""
 
     name: str
     start: float
@@ -24,10 +24,10 @@ class Phase:
 
 
 def phases(entries: Iterable[Entry]) -> list[Phase]:
-    """A time line in the words of a trace.
+    """A time line in the terms of a trace.
 
-    They are queued, admitted, prefill, first_token, preempted, resumed and decode. Preempted is whoever goes
-    from a batch back to waiting, for whatever reason, which is told.
+    These are queued, admitted, prefill, first_token, preempted, resumed and decode. A sequence counts as
+    preempted when it goes from a batch back to waiting, for whatever reason, which is given.
     """
     told: list[Phase] = []
     before: Reason | None = None
@@ -60,14 +60,14 @@ def _stretch(name: str, entry: Entry) -> Phase:
 
 
 class SequenceTraces:
-    """The spans of the sequences that live."""
+    """The spans of live sequences."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._spans: dict[Sequence, Span] = {}
 
     def arrived(self, seq: Sequence) -> None:
-        """Begins its span, under the one that its router told."""
+        """Begins its span, under the one that its router named."""
         request = seq.request
         span = self._tracer.begin(
             "schedule",
@@ -87,7 +87,7 @@ class SequenceTraces:
         self._spans[seq] = span
 
     def ended(self, seq: Sequence, now: float) -> None:
-        """Tells its phases, and that it is over."""
+        """Adds its phases, and ends its span."""
         span = self._spans.pop(seq, None)
         if span is None or seq.finish is None:
             return

@@ -1,22 +1,22 @@
-"""The waiting sequences, in order of service.
+"""The queue of waiting sequences, in order of service.
 
-Importance class first (lower is served first), then the policy's order, then arrival. A class behind the best
-one improves by one for every `aging_seconds` that its oldest member has waited, so that nothing starves. What
-it wins by that is one turn: when one of its members has entered before somebody more important, or has got
-the rest of its prompt computed first (`admitting`), it begins anew. So however many are aged, a class takes
-one seat and one prompt in (difference + 1) * `aging_seconds` from the best.
+By importance class first (lower is served first), then in the policy's order, then by arrival. A class behind
+the best one improves by one for every `aging_seconds` that its oldest member has waited, so that nothing
+starves. That wins it one turn: once one of its members has entered before a more important sequence, or has
+had the rest of its prompt computed first (`admitting`), it ages anew. So however many members have aged, a
+class takes one seat and one prompt from the best class every (difference + 1) * `aging_seconds`.
 
     class 0 ─┬─ tenant a ─ heap of its sequences      the next one of a class is the head of the tenant whose
              └─ tenant b ─ heap of its sequences      turn it is: `fcfs`, `deadline`: the best head;
     class 5 ─── tenant a ─ …                          `fair`: the least served tenant's head
 
-Those whose executor was lost or drained stand in classes of their own, each before the one of its importance:
-so their recovery can be paced (`recovery`). So do those that only some of the executors can ever compute: the
-others do not see them, however many they are.
+Sequences whose executor was lost or drained are in classes of their own, each before the one of its
+importance, so that their recovery can be paced (`recovery`). So are those that only some executors can ever
+compute: the others do not see them, however many there are.
 
-All heaps delete lazily: entering and leaving cost O(log n), giving up while waiting O(1), and the stale entry
-is swept out when it comes up. So neither a step nor a cancel depends on how many wait (`followers` goes
-through those of one who is given up, once). Pure.
+All heaps delete lazily: entering and leaving cost O(log n), aborting while waiting O(1), and a stale entry is
+removed when it reaches the top. So neither a step nor a cancel depends on the length of the queue (except
+that `followers` goes once through those of an aborted sequence). Pure.
 """
 
 import bisect
@@ -30,35 +30,35 @@ from operator import itemgetter
 from scheduler.sequence import Sequence, State
 from scheduler.tenants import Contest, Tenant
 
-_PARKED = 0  # no entry of a heap has this number
-_SLACK = 64  # stale entries that are not worth sweeping
+_PARKED = 0  # no heap entry has this number
+_SLACK = 64  # this many stale entries are not worth sweeping
 
 Key = tuple[float, ...]
 _Name = tuple[int, bool, frozenset[str] | None]  # of a class: its first three fields
-Line = tuple[_Name, Tenant]  # those of one tenant in one class
-Rank = tuple[int, bool, Key]  # there
+Line = tuple[_Name, Tenant]  # the sequences of one tenant in one class
+Rank = tuple[int, bool, Key]  # within a line
 
 
 class Policy(Enum):
-    """Who is served next within an importance class."""
+    """Which sequence is served next within an importance class."""
 
     FCFS = "fcfs"  # first come, first served
-    FAIR = "fair"  # the tenant that was served least (virtual token counter)
+    FAIR = "fair"  # the least served tenant (virtual token counter)
     DEADLINE = "deadline"  # least slack: what must start soonest to be done in time
 
 
 class Hold(Enum):
-    """What keeps a parked sequence from being served, beside another one that computes its beginning."""
+    """What keeps a parked sequence from being served, other than waiting for its prefix to be computed."""
 
     SEARCH = "search"  # executors may die of it (`inquiry`)
-    STRANDED = "stranded"  # no executor that is there can ever compute it (`stranded`)
+    STRANDED = "stranded"  # no attached executor can ever compute it (`stranded`)
 
 
 _NO_HOLDS: frozenset[Hold] = frozenset()
 
 
 class _TenantHeaps:
-    """Sequences in one order: a heap for each tenant, and one of the tenants, by the first of each."""
+    """Sequences in one order: a heap per tenant, and a heap of the tenants by their first sequences."""
 
     __slots__ = (
         "_aside",
@@ -77,24 +77,25 @@ class _TenantHeaps:
         aside: Collection[Tenant],
         rank: Callable[[Tenant, Key], Key],
     ) -> None:
-        """`entry_of`: the entry of each sequence that counts; any other is stale.
+        """`entry_of`: the valid entry of each sequence; any other is stale.
 
-        `aside`: tenants that are left out. `rank`: orders tenants, given the key of the first of each.
+        `aside`: tenants that are left out. `rank`: orders tenants, given the key of each one's first
+        sequence.
         """
         self._entry_of = entry_of
         self._aside = aside
         self._rank = rank
         self._heaps: dict[Tenant, list[tuple[Key, int, Sequence]]] = {}
-        self._num_entries = 0  # of those heaps, stale ones included, at most
+        self._num_entries = 0  # upper bound of their number in those heaps, stale ones included
         self._offers: list[tuple[Key, int, Tenant]] = []
-        self._newest_offer: dict[Tenant, int] = {}  # the one of `_offers` that counts
+        self._newest_offer: dict[Tenant, int] = {}  # the valid one in `_offers`
         self._num_offers = 0
 
     def __bool__(self) -> bool:
         return bool(self._heaps)
 
     def push(self, key: Key, entry: int, seq: Sequence) -> None:
-        """Adds `seq` under an entry that counts from now on."""
+        """Adds `seq` under an entry that is valid from now on."""
         heap = self._heaps.setdefault(seq.tenant, [])
         heapq.heappush(heap, (key, entry, seq))
         self._num_entries += 1
@@ -125,11 +126,11 @@ class _TenantHeaps:
 
     @property
     def best_rank(self) -> Key:
-        """That of the `first`, which has just been asked for and is there."""
+        """The rank of `first`, which must just have been called and not have returned None."""
         return self._offers[0][0]
 
     def recall(self, tenant: Tenant) -> None:
-        """`tenant` is left out no more."""
+        """`tenant` is no longer left out."""
         if tenant in self._heaps:
             self._offer(tenant)
 
@@ -146,7 +147,7 @@ class _TenantHeaps:
             heapq.heapify(self._offers)
 
     def _sweep(self) -> None:
-        """Drops stale entries, and tenants of whom nobody waits."""
+        """Drops stale entries, and tenants without waiting sequences."""
         for tenant, heap in list(self._heaps.items()):
             heap[:] = [item for item in heap if self._entry_of.get(item[2]) == item[1]]
             heapq.heapify(heap)
@@ -163,11 +164,11 @@ class _Class:
     is_recovering: bool
     only_at: frozenset[str] | None  # executors that can ever compute them; None: all can
     by_turn: _TenantHeaps  # in order of service
-    by_age: _TenantHeaps  # who has waited longest comes first
+    by_age: _TenantHeaps  # longest wait first
 
     @property
     def name(self) -> _Name:
-        """Its key."""
+        """Its key in the queue's dictionary."""
         return self.priority, self.is_recovering, self.only_at
 
     def is_seen_by(self, executor_id: str | None) -> bool:
@@ -176,12 +177,12 @@ class _Class:
 
 
 def _by_key(_: Tenant, key: Key) -> Key:
-    """Tenants in the order of their heads."""
+    """Orders tenants by their heads."""
     return key
 
 
 def _by_service_in(contest: Contest) -> Callable[[Tenant, Key], Key]:
-    """Service counts before all."""
+    """Orders tenants by service, then by their heads."""
     return lambda tenant, key: (tenant.service_in(contest), key[0], *key[2:])
 
 
@@ -190,7 +191,7 @@ def _class_of(seq: Sequence) -> _Name:
 
 
 class WaitingQueue:
-    """Sequences in state WAITING. The caller moves states and tells of every change."""
+    """Sequences in state WAITING. The caller moves their states and reports every change."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class WaitingQueue:
     ) -> None:
         """`on_aside`: called when a tenant is set aside, and when it is recalled.
 
-        `on_hold`: called when something holds a sequence from now on.
+        `on_hold`: called when a sequence is put on hold.
         """
         self._policy = policy
         self._aging_seconds = aging_seconds
@@ -212,15 +213,15 @@ class WaitingQueue:
         self._on_rung: dict[int, list[_Class]] = {}  # the parts of each
         self._oldest: list[tuple[float, int, Sequence]] = []  # a heap of all, by how long they have waited
         self._turn_at: dict[int, float] = {}  # when each importance class last had a turn before a better one
-        self._entry_of: dict[Sequence, int] = {}  # the entry that counts: one may wait more than once
+        self._entry_of: dict[Sequence, int] = {}  # the valid entry: a sequence may wait more than once
         self._next_entry = 0
-        self._aside: dict[Tenant, Sequence] = {}  # tenants at a limit of their own, and whom it stopped
-        self._contests: dict[int, Contest] = {}  # by importance class: who waits there and is not aside
-        self._held_back: set[Tenant] = set()  # those aside, and those recalled and not looked at since
-        self.num_held_back = 0  # who waits of them
+        self._aside: dict[Tenant, Sequence] = {}  # tenants at a limit of their own, and what it stopped
+        self._contests: dict[int, Contest] = {}  # by importance class: tenants that wait and are not aside
+        self._held_back: set[Tenant] = set()  # tenants aside, and those recalled but not looked at since
+        self.num_held_back = 0  # how many of their sequences wait
         self.parked: dict[Sequence, frozenset[Hold]] = {}  # those that are not served for now
-        self.num_tokens = 0  # of all that wait: what is known of them stays as it is until they enter
-        self.counts: dict[tuple[int, str], int] = {}  # who waits, by importance class and tenant
+        self.num_tokens = 0  # known tokens of all that wait; these do not change while waiting
+        self.counts: dict[tuple[int, str], int] = {}  # how many wait, by importance class and tenant
 
     def __len__(self) -> int:
         return len(self._entry_of)
@@ -232,7 +233,7 @@ class WaitingQueue:
     # --- coming and going --------------------------------------------------------------------------------
 
     def push(self, seq: Sequence) -> None:
-        """Adds a sequence that waits."""
+        """Adds a waiting sequence."""
         assert seq.state is State.WAITING
         assert seq not in self._entry_of
         num_tokens = len(seq.token_ids)
@@ -248,7 +249,7 @@ class WaitingQueue:
         self._add_entry(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Takes a sequence out, wherever it stands."""
+        """Removes a sequence, wherever it is in the queue."""
         del self._entry_of[seq]
         self.parked.pop(seq, None)
         num_tokens = len(seq.token_ids)
@@ -266,10 +267,10 @@ class WaitingQueue:
         self._let_pass(seq)
 
     def admit(self, seq: Sequence, now: float, *, at: str | None = None, passes: bool = False) -> None:
-        """Takes out one that enters a batch, `at` this executor.
+        """Removes a sequence that enters a batch, `at` this executor.
 
-        Passing somebody more important who could have entered there is its class's turn. `passes`: it enters
-        before the prompt of somebody more important that is under way.
+        If it passes a more important one that could have entered there, that is its class's turn. `passes`:
+        it enters before the rest of a more important prompt in progress.
         """
         priority = seq.request.priority
         seq.importance = priority
@@ -284,19 +285,19 @@ class WaitingQueue:
         return any(of_class.is_seen_by(at) and self._head(of_class) is not None for of_class in parts)
 
     def take_turn(self, seq: Sequence, importance: float, now: float) -> None:
-        """The turn that its class has won is that of `seq`, until its prompt is computed."""
+        """`seq` takes the turn that its class has won, until its prompt is computed."""
         seq.importance = importance
         self._turn_at[seq.request.priority] = now
 
     def park(self, seq: Sequence) -> None:
-        """`seq` still waits, but is not served before `unpark`: it leaves something to another one."""
+        """`seq` still waits, but is not served before `unpark`: another sequence or executor goes first."""
         if seq not in self.parked:
             self._entry_of[seq] = _PARKED
             self._let_pass(seq)
             self.parked[seq] = _NO_HOLDS
 
     def unpark(self, seq: Sequence) -> bool:
-        """Back into its place, if it still waits and was parked, and nothing holds it."""
+        """Puts `seq` back into its place, if it still waits, was parked, and nothing holds it."""
         if not self.is_parked_freely(seq):
             return False
         del self.parked[seq]
@@ -304,32 +305,32 @@ class WaitingQueue:
         return True
 
     def is_parked_freely(self, seq: Sequence) -> bool:
-        """Whether `seq` is parked, and nothing but another one keeps it there."""
+        """Whether `seq` is parked without a hold."""
         return self.parked.get(seq) is _NO_HOLDS
 
     def hold(self, seq: Sequence, why: Hold) -> None:
-        """`seq` still waits, but is not served before `let_go` for the same reason. It follows nobody."""
+        """`seq` still waits, but is not served before `let_go` with the same reason. It follows no other."""
         self.park(seq)
         self.parked[seq] |= {why}
         self._on_hold(seq)
 
     def let_go(self, seq: Sequence, why: Hold) -> None:
-        """This does not hold `seq` any more, if it did: back into its place, unless something else does."""
+        """Ends a hold of `seq`, if there was one: back into its place, unless something else holds it."""
         holds = self.parked.get(seq, _NO_HOLDS)
         if why in holds:
             self.parked[seq] = holds - {why} or _NO_HOLDS
             self.unpark(seq)
 
     def reorder(self, seq: Sequence) -> None:
-        """What decides about the place of `seq`, which waits, has changed."""
-        if seq not in self.parked:  # else it gets its place when it is served again
+        """Something that decides about the place of `seq`, which waits, has changed."""
+        if seq not in self.parked:  # else it gets its new place when it is unparked
             self._add_entry(seq)
 
     def set_aside(self, seq: Sequence) -> None:
-        """A limit of its own tenant stops `seq`, its next one: the tenant is passed over until `recall`.
+        """A limit of its own tenant stops `seq`, the tenant's next: the tenant is passed over until `recall`.
 
-        Meanwhile it competes with nobody. The recall comes by itself when `seq` goes, and when one comes that
-        stands before it.
+        Meanwhile it does not compete. It is recalled without a call when `seq` leaves, or when a sequence
+        joins the queue before it.
         """
         if seq.tenant not in self._aside:
             self._aside[seq.tenant] = seq
@@ -341,11 +342,11 @@ class WaitingQueue:
             self.num_held_back += seq.tenant.num_waiting
 
     def is_held_back(self, tenant: Tenant) -> bool:
-        """Whether `tenant` was at a limit of its own when its next one was last looked at."""
+        """Whether `tenant` was at a limit of its own when its next sequence was last looked at."""
         return tenant in self._held_back
 
     def let_through(self, tenant: Tenant) -> None:
-        """Its next one was looked at, and no limit of its own is in its way."""
+        """The tenant's next sequence was looked at, and no limit of its own stops it."""
         if tenant in self._held_back:
             self._held_back.remove(tenant)
             self.num_held_back -= tenant.num_waiting
@@ -356,10 +357,10 @@ class WaitingQueue:
         return self._aside.keys()
 
     def recall(self, tenant: Tenant) -> None:
-        """Something of `tenant` was given back: it takes part again."""
+        """`tenant` has been given something back: it takes part again."""
         if tenant in self._aside:
             del self._aside[tenant]
-            # Also where all who wait are parked, and so no class is there.
+            # even if all that wait are parked, and so there is no class
             for priority, contest in self._contests.items():
                 if (priority, tenant.name) in self.counts:
                     contest.enter(tenant)
@@ -369,24 +370,24 @@ class WaitingQueue:
             self._on_aside(tenant)
 
     def _let_pass(self, seq: Sequence) -> None:
-        """`seq` is not served for now: if it was what stopped its tenant, the others of it may be."""
+        """`seq` is not served for now: if it was what stopped its tenant, the tenant's others may be."""
         if self._aside.get(seq.tenant) is seq:
             self.recall(seq.tenant)
 
     def line_of(self, seq: Sequence) -> Line:
-        """Its tenant's in its class: there they are served in the order of `rank_in_line`."""
+        """The line of its tenant in its class, which is served in the order of `rank_in_line`."""
         return _class_of(seq), seq.tenant
 
     def rank_in_line(self, seq: Sequence) -> Rank:
-        """Of those of one tenant the lowest stands first; aging aside, as the tenant is."""
+        """Order among one tenant's sequences, lowest first; neither aging nor `set_aside` counts."""
         return (seq.request.priority, not seq.is_recovering, self._key(seq))
 
     def _comes_before(self, one: Sequence, other: Sequence) -> bool:
-        """Whether `one` stands before `other`, of the same tenant."""
+        """Whether `one` is served before `other`, of the same tenant."""
         return self.rank_in_line(one) < self.rank_in_line(other)
 
     def service(self, seq: Sequence) -> float:
-        """What the tenant of `seq` was served, as it counts in the class of `seq`."""
+        """Service that the tenant of `seq` has received, as it counts in the class of `seq`."""
         return seq.tenant.service_in(self._contest(seq.request.priority))
 
     def _contest(self, priority: int) -> Contest:
@@ -420,16 +421,16 @@ class WaitingQueue:
             self.recall(seq.tenant)
 
     def _key(self, seq: Sequence) -> Key:
-        """Order within tenant and class: those that ran before and lost their place come first."""
+        """Order within a tenant and class: sequences that ran before and lost their seat come first."""
         first = seq.latest_start if self._policy is Policy.DEADLINE else 0.0
         return (not seq.has_started, first, seq.request.arrival, seq.order)
 
-    # --- who is next -------------------------------------------------------------------------------------
+    # --- which is next -----------------------------------------------------------------------------------
 
     def peek(self, now: float, *, at: str | None = None, skip_recovering: bool = False) -> Sequence | None:
-        """Who is served next, or None.
+        """The next sequence to be served, or None.
 
-        `at`: among those that this executor can compute; `skip_recovering`: that did not lose theirs.
+        `at`: only of those that this executor can compute. `skip_recovering`: only of those not recovering.
         """
         best: int | None = None
         heads: list[tuple[tuple[float, int, bool, Key], Sequence]] = []
@@ -449,23 +450,23 @@ class WaitingQueue:
         return min(heads, key=itemgetter(0))[1] if heads else None
 
     def importance(self, seq: Sequence, now: float) -> float:
-        """What the priority of `seq`, which waits, is worth beside better ones, its class's age counted."""
-        of_class = self._classes.get(_class_of(seq))  # nobody of it is served for now when there is none
+        """Importance of `seq`, which waits, against better classes: its priority, less its class's aging."""
+        of_class = self._classes.get(_class_of(seq))  # if there is none, no member of it is served for now
         return seq.request.priority - (0.0 if of_class is None else self._improvement(of_class, now))
 
     def aged_importance(self, seq: Sequence, now: float) -> float:
-        """The same for one that has a seat, and waits for the rest of its prompt to be computed."""
+        """The same for a sequence that has a seat, and waits for the rest of its prompt to be computed."""
         priority = seq.request.priority
         return priority - self._improvement_since(seq.waiting_since, priority, now)
 
     @property
     def has_recovering(self) -> bool:
-        """Whether any that lost their executor may wait."""
+        """Whether there may be waiting sequences that are recovering."""
         return any(is_recovering for _, is_recovering, _ in self._classes)
 
     def _improvement(self, of_class: _Class, now: float) -> float:
-        """By how many classes its oldest member's wait lifts this one, since it last had its turn."""
-        oldest = of_class.by_age.first()  # those left out whose tenant is at a limit of its own
+        """By how many classes the wait of its oldest member improves this one, since its last turn."""
+        oldest = of_class.by_age.first()  # without tenants that are at a limit of their own
         if oldest is None:
             return 0.0
         return self._improvement_since(oldest.waiting_since, of_class.priority, now)
@@ -483,7 +484,7 @@ class WaitingQueue:
         return max(0.0, (now - since) // self._aging_seconds)
 
     def _head(self, of_class: _Class) -> Sequence | None:
-        """The next of one class; one that is empty is forgotten."""
+        """The next sequence of one class; forgets a class that is empty."""
         head = of_class.by_turn.first()
         if head is None and not of_class.by_turn:
             del self._classes[of_class.name]

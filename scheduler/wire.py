@@ -1,4 +1,4 @@
-"""Protobuf messages to the scheduler's own values and back: the one place where the two meet."""
+"""Translates between protobuf messages and the scheduler's own values: the one place where the two meet."""
 
 import heapq
 import operator
@@ -24,14 +24,14 @@ from scheduler.router_session import FinishedOutput, StepOutput
 from scheduler.sequence import FinishReason, Request, Sequence, StatusCode
 from scheduler.token_ids import TokenIds
 
-MAX_WAITING_GROUPS = 31  # told one by one
+MAX_WAITING_GROUPS = 31  # listed one by one
 
 PROTOCOL_REVISION = 1
 KEY_BYTES = 16
 
 
 class SubmitError(ValueError):
-    """A Submit that makes no sense: a fault of the router's, told in one sentence."""
+    """A Submit that makes no sense: the router's fault, as one sentence."""
 
 
 class CapacityError(ValueError):
@@ -39,7 +39,7 @@ class CapacityError(ValueError):
 
 
 def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
-    """What an executor says of itself. Raises CapacityError."""
+    """What an executor says about itself. Raises CapacityError."""
     for name in (
         "epoch",
         "num_blocks",
@@ -72,7 +72,7 @@ def capacity_of(message: executor_pb2.OpenResponse) -> Capacity:
 
 
 def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: float) -> Request:
-    """The request in a Submit, its times on the scheduler's clock. Raises SubmitError."""
+    """The request in a Submit, with times on the scheduler's clock. Raises SubmitError."""
     sampling = message.sampling
     if len(message.key) != KEY_BYTES:
         raise SubmitError(f"key has {len(message.key)} bytes, it must have {KEY_BYTES}")
@@ -104,7 +104,7 @@ def request_of(message: scheduler_pb2.Submit, prompt_token_ids: TokenIds, now: f
 
 
 def _needs(sampling: common_pb2.SamplingParams) -> frozenset[str]:
-    """The optional abilities of executors that it asks for."""
+    """The optional abilities of executors that these parameters need."""
     has_penalty = (
         (sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1)
         or sampling.presence_penalty
@@ -126,7 +126,7 @@ def padding_sampling() -> bytes:
 
 
 def greedy_sampling(max_tokens: int) -> bytes:
-    """Sampling parameters of so many tokens, whichever they are."""
+    """Sampling parameters for `max_tokens` tokens, whichever they are."""
     return common_pb2.SamplingParams(
         temperature=0, ignore_eos=True, max_tokens=max_tokens
     ).SerializeToString()
@@ -199,7 +199,7 @@ def _status_code(number: int) -> StatusCode:
 
 
 def welcome_message(scheduler_id: str, term: int, promise: Promise) -> scheduler_pb2.SchedulerMessage:
-    """What a router must know of the model."""
+    """What a router must know about the model."""
     welcome = scheduler_pb2.Welcome(
         scheduler_id=scheduler_id,
         term=term,
@@ -257,7 +257,7 @@ def output_message(output: StepOutput, step_id: int) -> scheduler_pb2.SchedulerM
 
 
 def _token_logprobs(entries: Iterable[object]) -> list[common_pb2.TokenLogprobs]:
-    """The core carries these without looking; they came in as what they go out as."""
+    """The core carries these unread; they arrived as the messages that they leave as."""
     return [entry for entry in entries if isinstance(entry, common_pb2.TokenLogprobs)]
 
 
@@ -276,19 +276,19 @@ def _finished_message(item: FinishedOutput) -> scheduler_pb2.SequenceFinished:
 
 
 def finish_reason(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """The contract's word for why a sequence ended; None is UNSPECIFIED."""
+    """The contract's value for why a sequence ended; None is UNSPECIFIED."""
     return common_pb2.FinishReason.ValueType(0 if reason is None else int(reason))
 
 
 def cancel_reason(reason: common_pb2.FinishReason.ValueType) -> FinishReason:
-    """Why a router gives a sequence up; anything it may not say counts as ABORT."""
+    """Why a router aborts a sequence; anything that it may not say counts as ABORT."""
     if reason == common_pb2.FINISH_REASON_STOP:
         return FinishReason.STOP
     return FinishReason.DEADLINE if reason == common_pb2.FINISH_REASON_DEADLINE else FinishReason.ABORT
 
 
 def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> router_pb2.StepSummary:
-    """What one iteration does, for those who watch."""
+    """What one iteration does, for watchers."""
     entered = {item.seq_id for item in plan.admitted}
     summary = step_gauges(state, plan.step_id, planned_at)
     summary.members.extend(
@@ -312,7 +312,7 @@ def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> ro
 
 
 def step_gauges(state: ExecutorState, step_id: int, planned_at: float) -> router_pb2.StepSummary:
-    """How an executor stands after a step was planned; who rides in it is not told."""
+    """An executor's figures after a step was planned, without the sequences in it."""
     return router_pb2.StepSummary(
         executor_id=state.executor_id,
         step_id=step_id,
@@ -328,7 +328,7 @@ def step_gauges(state: ExecutorState, step_id: int, planned_at: float) -> router
 
 
 def changes_message(gauges: router_pb2.StepSummary, changes: BatchChanges) -> scheduler_pb2.BatchChanges:
-    """The steps that have not been told yet, for those who follow; `gauges` are the newest one's."""
+    """The steps that were not sent yet, for followers; `gauges` are those of the newest."""
     return scheduler_pb2.BatchChanges(
         newest=gauges,
         whole=changes.is_fresh,
@@ -352,7 +352,7 @@ def changes_message(gauges: router_pb2.StepSummary, changes: BatchChanges) -> sc
 def whole_message(
     gauges: router_pb2.StepSummary, changes: BatchChanges, num_missed: int
 ) -> scheduler_pb2.BatchChanges:
-    """Who sits where, for a follower that does not know; `num_missed` messages it was not sent."""
+    """The whole batch, for a follower that does not know it; it was not sent `num_missed` messages."""
     message = scheduler_pb2.BatchChanges(
         newest=gauges,
         whole=True,
@@ -382,7 +382,7 @@ def _leaver(leaver: Leaver) -> router_pb2.StepLeaver:
 
 
 def waiting_groups(counts: Mapping[tuple[int, str], int]) -> list[router_pb2.WaitingGroup]:
-    """Who waits, by importance class and tenant: the largest groups, and all others of a class as one."""
+    """How many wait, by importance class and tenant: the largest groups, and all others as one."""
     shown = heapq.nlargest(MAX_WAITING_GROUPS, counts.items(), key=operator.itemgetter(1))
     groups = [
         router_pb2.WaitingGroup(priority=priority, tenant=tenant, num_waiting=count)
@@ -415,7 +415,7 @@ def explain_response(request_id: str, lines: dict[int, list[Entry]]) -> router_p
 def load_message(
     core: SchedulerCore, *, scheduler_id: str = "", term: int = 0, missing: Mapping[str, str] | None = None
 ) -> scheduler_pb2.GetLoadResponse:
-    """How busy this scheduler is. `missing` tells of each executor that is not attached why."""
+    """How busy this scheduler is. `missing` says why executors are not attached."""
     states = core.executors.values()
     return scheduler_pb2.GetLoadResponse(
         num_running=core.num_running,
