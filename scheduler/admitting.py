@@ -301,7 +301,7 @@ def _chunk(core: CoreState, seq: Sequence, rows: Rows) -> None:
 
 def _end_turn(core: CoreState, state: ExecutorState, turn: Turn) -> None:
     """Puts the sequences that were left to other executors back into their places in the queue."""
-    for seq in turn.left:
+    for seq in turn.given_away:
         core.waiting.unpark(seq)
     if not state.running:
         state.look_again_at = turn.look_again_at

@@ -44,7 +44,7 @@ class Leadership:
         self._reason = ""
         self._is_leaving = False
         self._files = _FileThread()
-        self._is_out_of_reach = ""  # the reason last logged
+        self._logged_reason = ""  # why the lease was out of reach, as last logged
         scheduler.stand_by("standby: it has not looked yet who leads")
 
     async def run(self) -> None:
@@ -162,14 +162,14 @@ class Leadership:
 
     def _out_of_reach(self, error: Exception) -> None:
         """Logs each reason once: the file is looked at several times a second."""
-        if str(error) != self._is_out_of_reach:
+        if str(error) != self._logged_reason:
             _log.warning("lease_out_of_reach", error=str(error))
-        self._is_out_of_reach = str(error)
+        self._logged_reason = str(error)
 
     def _in_reach(self) -> None:
-        if self._is_out_of_reach:
+        if self._logged_reason:
             _log.info("lease_in_reach")
-        self._is_out_of_reach = ""
+        self._logged_reason = ""
 
     def _end_leading(self, reason: str) -> None:
         self._reason = reason

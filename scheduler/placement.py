@@ -20,7 +20,7 @@ from scheduler.executor_state import ExecutorState
 from scheduler.inquiry import Inquiry
 from scheduler.sequence import Sequence
 
-MAX_LEFT = 32  # most sequences that one turn leaves to others: a turn must stay short
+MAX_GIVEN_AWAY = 32  # most sequences that one turn leaves to others: a turn must stay short
 _NOMINAL_LINE = (10_000.0, 100.0)  # microseconds per step and per token, before any measurement
 
 
@@ -89,19 +89,19 @@ class _Other:
 class Turn:
     """One executor's turn to take from the queue, among several executors."""
 
-    __slots__ = ("_others", "_placement", "_state", "left", "look_again_at")
+    __slots__ = ("_others", "_placement", "_state", "given_away", "look_again_at")
 
     def __init__(self, placement: Placement, state: ExecutorState) -> None:
         self._placement = placement
         self._state = state
         self._others = [_Other(other) for other in placement.others(state)]
-        self.left: list[Sequence] = []  # left to others
+        self.given_away: list[Sequence] = []  # to others, for the rest of this turn
         self.look_again_at: float | None = None  # when the first of these should have been taken
 
     @property
     def is_over(self) -> bool:
         """Whether the turn has left as much to others as it may."""
-        return len(self.left) >= MAX_LEFT
+        return len(self.given_away) >= MAX_GIVEN_AWAY
 
     def give_away(self, seq: Sequence, num_cached_tokens: int, now: float) -> bool:
         """Leaves `seq` to the executor that would start it soonest; returns False if that is this one.
@@ -129,6 +129,6 @@ class Turn:
         there, other, num_new = best
         other.num_seqs += 1
         other.num_tokens += num_new
-        self.left.append(seq)
+        self.given_away.append(seq)
         self.look_again_at = min(now + there, self.look_again_at or math.inf)
         return True

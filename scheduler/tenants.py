@@ -21,7 +21,7 @@ INPUT_WEIGHT = 1.0  # virtual tokens per prompt token computed
 OUTPUT_WEIGHT = 2.0  # per output token
 _REMEMBERED_SECONDS = 60.0
 _ROUNDING_SECONDS = 3e-8  # of times up to a few years
-_SLACK = 64  # this many stale entries are not worth sweeping
+_TOLERATED_STALE = 64  # this many stale entries are not worth sweeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Contest:
     def _list(self, tenant: Tenant) -> None:
         self._listed.add(tenant)
         heapq.heappush(self._by_service, (tenant.service_in(self), next(self._numbers), tenant))
-        if len(self._by_service) > _SLACK + 2 * len(self._competing):
+        if len(self._by_service) > _TOLERATED_STALE + 2 * len(self._competing):
             self._by_service = [item for item in self._by_service if item[2] in self._competing]
             heapq.heapify(self._by_service)
             self._listed = set(self._competing)

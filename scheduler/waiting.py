@@ -31,7 +31,7 @@ from scheduler.sequence import Sequence, State
 from scheduler.tenants import Contest, Tenant
 
 _PARKED = 0  # no heap entry has this number
-_SLACK = 64  # this many stale entries are not worth sweeping
+_TOLERATED_STALE = 64  # this many stale entries are not worth sweeping
 
 Key = tuple[float, ...]
 _Name = tuple[int, bool, frozenset[str] | None]  # of a class: its first three fields
@@ -101,7 +101,7 @@ class _TenantHeaps:
         self._num_entries += 1
         if heap[0][2] is seq:
             self._offer(seq.tenant)
-        if self._num_entries > _SLACK + 2 * len(self._entry_of):
+        if self._num_entries > _TOLERATED_STALE + 2 * len(self._entry_of):
             self._sweep()
 
     def first(self) -> Sequence | None:
@@ -140,7 +140,7 @@ class _TenantHeaps:
         heapq.heappush(
             self._offers, (self._rank(tenant, self._heaps[tenant][0][0]), self._num_offers, tenant)
         )
-        if len(self._offers) > _SLACK + 2 * len(self._heaps):
+        if len(self._offers) > _TOLERATED_STALE + 2 * len(self._heaps):
             self._offers[:] = [
                 offer for offer in self._offers if self._newest_offer.get(offer[2]) == offer[1]
             ]
@@ -413,7 +413,7 @@ class WaitingQueue:
         of_class.by_turn.push(self._key(seq), self._next_entry, seq)
         of_class.by_age.push((seq.waiting_since,), self._next_entry, seq)
         heapq.heappush(self._oldest, (seq.waiting_since, self._next_entry, seq))
-        if len(self._oldest) > _SLACK + 2 * len(self._entry_of):
+        if len(self._oldest) > _TOLERATED_STALE + 2 * len(self._entry_of):
             self._oldest = [item for item in self._oldest if self._entry_of.get(item[2]) == item[1]]
             heapq.heapify(self._oldest)
         stopped = self._aside.get(seq.tenant)

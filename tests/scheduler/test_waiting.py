@@ -15,7 +15,7 @@ from tests.scheduler.sequences import waiting
 @pytest.fixture(autouse=True)
 def swept_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few entries show what many would."""
-    monkeypatch.setattr(waiting_queue, "_SLACK", 2)
+    monkeypatch.setattr(waiting_queue, "_TOLERATED_STALE", 2)
 
 
 PRIORITIES = [-1, 0, 1]
