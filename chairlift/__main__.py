@@ -92,6 +92,7 @@ def _run(command: str, argv: list[str]) -> int:
             if sys.stdout is not None:  # it is closed from the start, by `>&-`
                 sys.stdout.flush()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one would be a traceback of Python's own end
         return 128 + signal.SIGINT
     except BrokenPipeError:
         _drop_output()

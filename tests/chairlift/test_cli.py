@@ -64,7 +64,12 @@ def test_ctrl_c_ends_any_command_without_a_word(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(importlib.import_module(f"chairlift.{command}"), "main", interrupted)
-    assert main([command]) == 130
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main([command]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "a second Ctrl-C has no word either"
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == ""
 
 
