@@ -26,8 +26,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
-LLAMA_MAX_SEQ_LEN = 2048
-"""`max_position_embeddings` when it is absent, as it may be for Llama."""
+_NOTHING = Settings({}, "config.json")
 GEMMA_QUERY_SCALAR = 256
 """`query_pre_attn_scalar` when it is absent."""
 
@@ -67,6 +66,10 @@ def _every_nth_full(pattern: int, num_layers: int) -> list[str]:
 class Family:
     """What the name of an architecture stands for, and what its absent settings mean."""
 
+    model_type: str
+    """The same by another word, which transformers goes by."""
+    max_seq_len: int
+    """`max_position_embeddings` when it is absent."""
     layer_types: LayerTypes = _all_full
     window: int | None = None
     """`sliding_window` when it is absent; null is none."""
@@ -86,7 +89,7 @@ class Family:
     """Whether norms stand around attention and MLP, stored as distances from 1, embeddings are scaled, and
     attention's scale and soft caps are settings."""
     attention_soft_cap: float | None = None
-    """`attn_logit_softcapping` when it is absent; null is none."""
+    """`attn_logit_softcapping` when it is absent; null is none. A family without one has no such cap."""
     logits_soft_cap: float | None = None
     """`final_logit_softcapping` when it is absent; null is none."""
     rope_theta: float = 10_000.0
@@ -95,9 +98,13 @@ class Family:
 
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(mlp_bias=True),
-    "MistralForCausalLM": Family(layer_types=_all_sliding, window=4096, attention_bias=False),
+    "LlamaForCausalLM": Family("llama", max_seq_len=2048, mlp_bias=True),
+    "MistralForCausalLM": Family(
+        "mistral", max_seq_len=131_072, layer_types=_all_sliding, window=4096, attention_bias=False
+    ),
     "Qwen2ForCausalLM": Family(
+        "qwen2",
+        max_seq_len=32_768,
         layer_types=_sliding_from_some_layer_on,
         window=4096,
         window_switch="use_sliding_window",
@@ -105,12 +112,16 @@ FAMILIES = {
         attention_bias=False,
     ),
     "Qwen3ForCausalLM": Family(
+        "qwen3",
+        max_seq_len=32_768,
         layer_types=_sliding_from_some_layer_on,
         window=4096,
         window_switch="use_sliding_window",
         qk_norm=True,
     ),
     "Gemma2ForCausalLM": Family(
+        "gemma2",
+        max_seq_len=8192,
         layer_types=_every_second_full,
         window=4096,
         activation_name="hidden_activation",
@@ -121,6 +132,8 @@ FAMILIES = {
         logits_soft_cap=30.0,
     ),
     "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        max_seq_len=131_072,
         layer_types=_every_sixth_full,
         window=4096,
         qk_norm=True,
@@ -142,7 +155,6 @@ TEXT_PARTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
-            "max_position_embeddings": 131_072,
         },
     )
 }
@@ -179,7 +191,9 @@ def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=raw.integer("num_key_value_heads", default=num_heads),
         head_dim=head_dim,
-        max_seq_len=max(_max_position_embeddings(raw), *(stretched_length(kind.rope) for kind in layers)),
+        max_seq_len=max(
+            _max_position_embeddings(raw, family), *(stretched_length(kind.rope) for kind in layers)
+        ),
         layers=layers,
         rms_norm_eps=raw.number("rms_norm_eps", default=1e-6),
         tie_word_embeddings=raw.boolean("tie_word_embeddings", default=family.tied),
@@ -233,7 +247,29 @@ def _refuse_what_is_not_served(raw: Settings, family: Family) -> None:
         )
     if raw.get("use_bidirectional_attention"):
         raise raw.refused("use_bidirectional_attention", "false")
+    if not raw.boolean("is_causal", default=True):
+        raise raw.refused("is_causal", "true")
+    if raw.get("per_layer_config") is not None:
+        raise raw.refused("per_layer_config", "none, for all layers are of one shape")
+    # transformers knows this setting of Gemma 3, and does not follow it.
+    if (
+        family.is_gemma
+        and family.attention_soft_cap is None
+        and raw.get("attn_logit_softcapping") is not None
+    ):
+        raise raw.refused("attn_logit_softcapping", "null")
+    _refuse_another_model_type(raw, family)
     _refuse_partial_rotation(raw)
+
+
+def _refuse_another_model_type(raw: Settings, family: Family) -> None:
+    """The two words for a model must not name two families: some go by the one, some by the other."""
+    word = raw.get("model_type")
+    if word != family.model_type and word in {other.model_type for other in FAMILIES.values()}:
+        raise ModelError(
+            f"{raw.source}: architecture {_architecture(raw)!r} and model_type {word!r} are two models; "
+            f"of this architecture it is {family.model_type!r}."
+        )
 
 
 def _refuse_partial_rotation(raw: Settings) -> None:
@@ -241,8 +277,8 @@ def _refuse_partial_rotation(raw: Settings) -> None:
         raise raw.refused("partial_rotary_factor", "1")
 
 
-def _max_position_embeddings(raw: Settings) -> int:
-    return raw.integer("max_position_embeddings", default=LLAMA_MAX_SEQ_LEN)
+def _max_position_embeddings(raw: Settings, family: Family) -> int:
+    return raw.integer("max_position_embeddings", default=family.max_seq_len)
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -279,26 +315,50 @@ def _ropes(raw: Settings, family: Family) -> dict[str, Rope]:
     transformers 5 writes base and scaling into one entry, `rope_parameters`, or into one for each type of
     layer; before it, they stood in `rope_theta` and `rope_scaling`, and Gemma 3 had `rope_local_base_freq`.
     """
-    entry = raw.table("rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters")
+    entries = [raw.table(name) for name in ("rope_parameters", "rope_scaling") if raw.get(name)]
+    said = [_ropes_of(entry, raw, family) for entry in entries] or [_ropes_of(_NOTHING, raw, family)]
+    # One of them was written by transformers, the other by hand, and versions differ in which one counts.
+    if said[0] != said[-1]:
+        raise ModelError(
+            f"{raw.source} has rope_parameters and rope_scaling, and they do not mean the same: keep one."
+        )
+    return said[0]
+
+
+def _ropes_of(entry: Settings, raw: Settings, family: Family) -> dict[str, Rope]:
     theta = raw.number("rope_theta", default=family.rope_theta)
     sliding_theta = raw.number("rope_local_base_freq", default=family.sliding_rope_theta or theta)
-    max_length = _max_position_embeddings(raw)
+    trained_length = _trained_length(entry, raw, family)
     if any(name in entry.values for name in LAYER_TYPES):
         return {
-            FULL: rope(entry.table(FULL), theta, max_length),
-            SLIDING: rope(entry.table(SLIDING), sliding_theta, max_length),
+            FULL: rope(entry.table(FULL), theta, trained_length),
+            SLIDING: rope(entry.table(SLIDING), sliding_theta, trained_length),
         }
-    full = rope(entry, theta, max_length)
+    # transformers reads nothing of an entry for all layers here.
+    if family.sliding_rope_theta is not None and raw.get("rope_parameters") is entry.values:
+        raise raw.wrong("rope_parameters", f"an object with an entry for each of {', '.join(LAYER_TYPES)}")
+    full = rope(entry, theta, trained_length)
     return {FULL: full, SLIDING: full if family.sliding_rope_theta is None else Rope(sliding_theta)}
 
 
-def rope(entry: Settings, theta: float, max_position_embeddings: int) -> Rope:
+def _trained_length(entry: Settings, raw: Settings, family: Family) -> int:
+    """The context before it was stretched, for an entry that does not name it."""
+    name = "original_max_position_embeddings"
+    length = raw.integer(name, default=_max_position_embeddings(raw, family))
+    if raw.get(name) is not None and entry.integer(name, default=length) != length:
+        raise ModelError(
+            f"{raw.source} says {name} {length} and {entry.get(name)} in {entry.source}; they must agree."
+        )
+    return length
+
+
+def rope(entry: Settings, theta: float, trained_length: int) -> Rope:
     """The rotation that an entry describes; `theta` is its base where it names none."""
     _refuse_partial_rotation(entry)
-    return Rope(entry.number("rope_theta", default=theta), rope_scaling(entry, max_position_embeddings))
+    return Rope(entry.number("rope_theta", default=theta), rope_scaling(entry, trained_length))
 
 
-def rope_scaling(entry: Settings, max_position_embeddings: int) -> RopeScaling:
+def rope_scaling(entry: Settings, trained_length: int) -> RopeScaling:
     """The scaling that an entry describes; its kind stands under `rope_type` or, in old files, `type`."""
     spellings = [entry.get(name) for name in ("rope_type", "type") if entry.get(name) is not None]
     if len(spellings) == 2 and spellings[0] != spellings[1]:  # noqa: PLR2004 - there are two spellings
@@ -314,16 +374,16 @@ def rope_scaling(entry: Settings, max_position_embeddings: int) -> RopeScaling:
         case "linear" | "dynamic":
             return RopeScaling(kind, factor=entry.number("factor"))
         case "llama3":
-            return _llama3(entry, max_position_embeddings)
+            return _llama3(entry, trained_length)
         case "yarn":
-            return _yarn(entry, max_position_embeddings)
+            return _yarn(entry, trained_length)
         case _:
             raise ModelError(
                 f"{entry.source} kind {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}."
             )
 
 
-def _llama3(entry: Settings, max_position_embeddings: int) -> RopeScaling:
+def _llama3(entry: Settings, trained_length: int) -> RopeScaling:
     low, high = entry.number("low_freq_factor"), entry.number("high_freq_factor")
     if low >= high:
         raise ModelError(
@@ -333,19 +393,21 @@ def _llama3(entry: Settings, max_position_embeddings: int) -> RopeScaling:
         "llama3",
         factor=entry.number("factor"),
         original_max_position_embeddings=entry.integer(
-            "original_max_position_embeddings", default=max_position_embeddings
+            "original_max_position_embeddings", default=trained_length
         ),
         low_freq_factor=low,
         high_freq_factor=high,
     )
 
 
-def _yarn(entry: Settings, max_position_embeddings: int) -> RopeScaling:
-    original = entry.integer("original_max_position_embeddings", default=max_position_embeddings)
+def _yarn(entry: Settings, trained_length: int) -> RopeScaling:
+    original = entry.integer("original_max_position_embeddings", default=trained_length)
     factor = entry.number("factor")
     fast, slow = entry.number("beta_fast", default=32.0), entry.number("beta_slow", default=1.0)
     if slow >= fast:
         raise ModelError(f"{entry.source} has beta_slow {slow} and beta_fast {fast}; the first must be less.")
+    if "truncate" in entry.values and entry.get("truncate") is None:
+        raise entry.wrong("truncate", "true or false")
     above, below = entry.optional_number("mscale"), entry.optional_number("mscale_all_dim")
     sharpened = (
         yarn_attention_factor(factor)

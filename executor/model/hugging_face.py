@@ -56,6 +56,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index_path}: weight_map must name a file for each tensor.")
+    # Saved twice, in one file and in shards: of which transformers takes the first, and others the second.
+    if (folder / _SINGLE_NAME).exists() and _SINGLE_NAME not in weight_map.values():
+        raise ModelError(
+            f"{folder} has {_SINGLE_NAME} and {_INDEX_NAME}, which does not name it: remove the older one."
+        )
     shards: dict[str, dict[str, StoredTensor]] = {}
     for shard_name in sorted(set(weight_map.values())):
         # A shard is a file beside the index: an index must not reach for files elsewhere.

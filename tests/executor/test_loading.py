@@ -90,6 +90,13 @@ def test_shards_load_as_one_file_does(folder: Path) -> None:
     assert torch.equal(one_shot_logits(load(folder), TEXT), whole)
 
 
+def test_shards_beside_weights_in_one_file_are_refused(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    split_into_shards(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    assert "model.safetensors.index.json, which does not name it: remove the older one" in refusal(folder)
+
+
 def test_b115_a_missing_shard_is_named(folder: Path) -> None:
     names, _ = split_into_shards(folder)
     (folder / names[1]).unlink()
@@ -207,6 +214,16 @@ SUPPORTED = (
         ({"layer_types": [["full_attention"], 7]}, "layer_types is [['full_attention'], 7]"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"is_causal": False}, "is_causal False is not supported; supported: true"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config {'1': {'rms_norm_eps': 0.5}}"),
+        (
+            {"model_type": "mistral"},
+            "architecture 'LlamaForCausalLM' and model_type 'mistral' are two models",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "model_type": None, "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping 50.0 is not supported; supported: null",
+        ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -249,6 +266,7 @@ def test_b117_a_hidden_size_that_heads_do_not_divide_names_both_numbers(folder: 
         ({"rope_type": "yarn", "factor": 2, "beta_fast": 1}, "must be less"),
         ({"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_type": 3}, "3 is not supported"),
+        ({"rope_type": "yarn", "factor": 2, "truncate": None}, "truncate is None; it must be true or false"),
         ({"type": "linear", "rope_type": "llama3", "factor": 2.0}, "they must agree"),
         ({"factor": 2.0}, "no rope_type"),
         ({"type": "linear"}, "factor is missing"),
@@ -262,6 +280,50 @@ def test_b116_rope_settings_that_are_not_understood_are_refused(
 ) -> None:
     edit_json(folder / "config.json", rope_scaling=scaling)
     assert expected in refusal(folder)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+def test_two_ways_to_say_how_positions_are_scaled_must_say_the_same(folder: Path) -> None:
+    written = {"rope_type": "default", "rope_theta": 5e5}
+    edit_json(folder / "config.json", rope_theta=5e5, rope_parameters=written, rope_scaling=YARN)
+    assert "has rope_parameters and rope_scaling, and they do not mean the same: keep one" in refusal(folder)
+    edit_json(folder / "config.json", rope_parameters=YARN | {"rope_theta": 5e5})
+    twice = open_checkpoint(folder).config
+    edit_json(folder / "config.json", rope_parameters=None)
+    assert open_checkpoint(folder).config == twice
+
+
+def test_the_length_before_stretching_may_stand_outside_of_the_scaling(folder: Path) -> None:
+    edit_json(folder / "config.json", rope_scaling=YARN)
+    inside = open_checkpoint(folder).config
+    outside = {name: value for name, value in YARN.items() if not name.startswith("original")}
+    edit_json(folder / "config.json", rope_scaling=outside, original_max_position_embeddings=64)
+    assert open_checkpoint(folder).config == inside
+    edit_json(folder / "config.json", rope_scaling=YARN, original_max_position_embeddings=32)
+    assert "original_max_position_embeddings 32 and 64 in config.json: rope_scaling" in refusal(folder)
+
+
+def test_gemma_3_names_the_scaling_of_each_type_of_layer(folder: Path) -> None:
+    edit_json(
+        folder / "config.json",
+        architectures=["Gemma3ForCausalLM"],
+        model_type=None,
+        rope_parameters={"rope_type": "linear", "factor": 8.0},
+    )
+    assert "an object with an entry for each of full_attention, sliding_attention" in refusal(folder)
+
+
+@pytest.mark.parametrize(("family", "length"), [("Llama", 2048), ("Qwen2", 32_768), ("Gemma2", 8192)])
+def test_a_length_that_is_not_said_is_that_of_the_family(family: str, length: int, folder: Path) -> None:
+    edit_json(
+        folder / "config.json",
+        architectures=[f"{family}ForCausalLM"],
+        model_type=None,
+        max_position_embeddings=None,
+    )
+    assert open_checkpoint(folder).config.max_seq_len == length
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float64"])
