@@ -55,15 +55,6 @@ class Rope:
             raise ModelError(f"rope_theta is {self.theta}: rotary frequencies need a base above 1.")
 
 
-def stretched_length(rope: Rope) -> int:
-    """The length that YaRN stretches a context to; 0 for the other kinds.
-
-    Those who turn it on, as the model cards of Qwen say, leave `max_position_embeddings` as it was.
-    """
-    scaling = rope.scaling
-    return int(scaling.original_max_position_embeddings * scaling.factor) if scaling.kind == "yarn" else 0
-
-
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """In what a layer differs from another one of the same model."""
@@ -71,6 +62,19 @@ class LayerKind:
     rope: Rope
     window: int | None = None
     """How many tokens a token sees, itself included; None is all that came before."""
+
+
+def stretched_length(length: int, layers: tuple[LayerKind, ...]) -> int:
+    """The longest sequence of a model made for `length` tokens: YaRN stretches it, in some layers or in all.
+
+    Those who turn it on, as the model cards of Qwen say, leave `max_position_embeddings` as it was. Layers
+    with `dynamic` scaling hold the others back.
+    """
+    scalings = {kind.rope.scaling for kind in layers}
+    if any(each.kind == "dynamic" for each in scalings):
+        return length
+    stretched = (each for each in scalings if each.kind == "yarn")
+    return max([length, *(int(each.original_max_position_embeddings * each.factor) for each in stretched)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,9 +191,7 @@ def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=raw.integer("num_key_value_heads", default=num_heads),
         head_dim=head_dim,
-        max_seq_len=max(
-            _max_position_embeddings(raw, family), *(stretched_length(kind.rope) for kind in layers)
-        ),
+        max_seq_len=stretched_length(_max_position_embeddings(raw, family), layers),
         layers=layers,
         rms_norm_eps=raw.number("rms_norm_eps", default=1e-6),
         tie_word_embeddings=raw.boolean("tie_word_embeddings", default=family.tied),

@@ -19,7 +19,9 @@ from executor.model.config import (
 from executor.model.errors import ModelError
 from executor.model.settings import Settings
 
-_UNSERVED_YARN = (
+_OLD_FACTOR = "rope.scale_linear"
+"""The factor of linear scaling, as files of 2023 call it."""
+_UNSERVED_SCALING = (
     "rope.scaling.attn_factor",
     "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_ext_factor",
@@ -104,7 +106,7 @@ def config_from_metadata(
         num_heads=num_heads,
         num_kv_heads=said.integer("attention.head_count_kv", default=num_heads),
         head_dim=head_dim,
-        max_seq_len=max(said.integer("context_length"), *(stretched_length(kind.rope) for kind in layers)),
+        max_seq_len=stretched_length(said.integer("context_length"), layers),
         layers=layers,
         rms_norm_eps=said.number("attention.layer_norm_rms_epsilon", default=1e-5),
         tie_word_embeddings="output.weight" not in tensor_names,
@@ -146,18 +148,21 @@ def _layer_kinds(said: Settings, architecture: Architecture) -> tuple[LayerKind,
 
 def rope_scaling(said: Settings) -> RopeScaling:
     """The scaling that the metadata name; `llama3` is not named there but stored as a tensor."""
+    for name in _UNSERVED_SCALING:
+        if said.get(name) is not None:
+            raise said.refused(name, "none")
+    factor_name = "rope.scaling.factor"
+    if said.get(factor_name) is None and said.get(_OLD_FACTOR) is not None:
+        factor_name = _OLD_FACTOR
     named = said.get("rope.scaling.type")
-    kind = ("linear" if said.get("rope.scaling.factor") else "none") if named is None else named
+    kind = ("linear" if said.get(factor_name) else "none") if named is None else named
     if kind == "none":
         return RopeScaling()
     if kind == "linear":
-        return RopeScaling("linear", factor=said.number("rope.scaling.factor"))
+        return RopeScaling("linear", factor=said.number(factor_name))
     if kind != "yarn":
         raise said.refused("rope.scaling.type", "none, linear, yarn")
-    for name in _UNSERVED_YARN:
-        if said.get(name) is not None:
-            raise said.refused(name, "none")
-    factor = said.number("rope.scaling.factor")
+    factor = said.number(factor_name)
     return RopeScaling(
         "yarn",
         factor=factor,

@@ -46,6 +46,7 @@ _GEMMA_LAYER_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_SCALES = (".scale", ".input_scale")
 _LONG_ROW_BYTES = 1 << 16
 _TURN_END_KEY = "tokenizer.ggml.eot_token_id"
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", _TURN_END_KEY, "tokenizer.ggml.eom_token_id")
@@ -76,6 +77,9 @@ def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
     embeddings = stored.get("token_embd.weight")
     if embeddings is None:
         raise ModelError(f"{path}: tensor token_embd.weight is missing.")
+    # Types of four bits whose numbers are to be multiplied by one that lies beside them (NVFP4).
+    if scales := [name for name in stored if name.endswith(_SCALES)]:
+        raise ModelError(f"{path}: tensor {scales[0]} scales another one, which is not supported.")
     config = config_from_metadata(metadata, stored, int(embeddings.shape[-1]), str(path))
     layer_names = _GEMMA_LAYER_NAMES if architecture.is_gemma else _LAYER_NAMES
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}

@@ -42,6 +42,7 @@ def write_gguf(
     *,
     architecture: str = "llama",
     rope_divisors: list[float] | None = None,
+    scales: dict[str, float] | None = None,
     stored_as: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     token_texts: list[str] | None = None,
     num_files: int = 1,
@@ -50,7 +51,8 @@ def write_gguf(
     """The folder as a file, its matrices `stored_as` that type.
 
     `token_texts` are another vocabulary, whose end of a turn is not named; the file says it is one of
-    `num_files`. `more` are further settings of the architecture, `__` standing for a dot.
+    `num_files`. `scales` are tensors of one number. `more` are further settings of the architecture, `__`
+    standing for a dot.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
@@ -84,6 +86,8 @@ def write_gguf(
         writer.add_tensor(name_there, gguf.quants.quantize(rows, kind), raw_dtype=kind)
     if rope_divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, dtype=np.float32))
+    for name, scale in (scales or {}).items():
+        writer.add_tensor(name, np.array([scale], dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

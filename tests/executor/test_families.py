@@ -130,6 +130,12 @@ def test_yarn_stretches_a_context_whose_length_was_left_as_it_was(tmp_path: Path
     assert load(longer).max_seq_len == 4096
 
 
+def test_layers_with_dynamic_scaling_hold_stretched_ones_back(tmp_path: Path) -> None:
+    rope = {"full_attention": {"rope_type": "dynamic", "factor": 4.0}, "sliding_attention": dict(YARN)}
+    rope["sliding_attention"]["original_max_position_embeddings"] = 512
+    assert load(family_models.build(tmp_path, "gemma_3", rope_parameters=rope)).max_seq_len == 512
+
+
 # --- what kernels cannot do -----------------------------------------------------------------------
 
 

@@ -169,6 +169,7 @@ def test_scaling_in_gemma_3_is_that_of_the_layers_without_window() -> None:
             },
             "qwen2.rope.scaling.yarn_ext_factor 0.5 is not supported",
         ),
+        ("llama", {"rope__scaling__attn_factor": 1.2}, "llama.rope.scaling.attn_factor 1.2 is not supported"),
     ],
 )
 def test_metadata_that_cannot_be_served_are_refused_by_name(
@@ -180,9 +181,13 @@ def test_metadata_that_cannot_be_served_are_refused_by_name(
     assert str(raised.value).startswith("model.gguf: ")
 
 
-def test_linear_scaling_of_a_gguf_file_equals_the_folders(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [{"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}, {"rope__scale_linear": 4.0}],
+    ids=["named", "of_2023"],
+)
+def test_linear_scaling_of_a_gguf_file_equals_the_folders(said: dict[str, Any], tmp_path: Path) -> None:
     scaled = tiny_model.build(tmp_path / "model", rope_scaling={"type": "linear", "factor": 4.0})
-    said = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
     path = write_gguf(scaled, tmp_path / "model.gguf", **said)
     expected = one_shot_logits(load(scaled), TEXT)
     assert torch.equal(one_shot_logits(load(path), TEXT), expected)
@@ -193,6 +198,11 @@ def test_frequency_divisors_of_a_gguf_file_scale_as_linear_does(tmp_path: Path) 
     path = write_gguf(scaled, tmp_path / "model.gguf", rope_divisors=[4.0] * 8)
     expected = one_shot_logits(load(scaled), TEXT)
     assert torch.equal(one_shot_logits(load(path), TEXT), expected)
+
+
+def test_tensors_that_scale_others_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(folder, tmp_path / "model.gguf", scales={"blk.1.attn_q.scale": 0.5})
+    assert "tensor blk.1.attn_q.scale scales another one, which is not supported" in refusal(path)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, 3000, -100])
