@@ -87,6 +87,10 @@ PREFIX_SPACE = {"llama": True, "gemma2": False, "gemma3": False}
 Others (Phi-3) use the same name and treat spaces in yet another way.
 """
 
+_TURN_BEGIN = "[INST]"
+"""Mistral's vocabularies have it from their third version on, whose tokenizer.json puts a space before a text
+that has none, and behind no special token. llama.cpp does not know them apart from the older ones."""
+
 
 def build(metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file, from its metadata (key to value).
@@ -163,9 +167,13 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if prefix_space else "never", split=False
-    )
+    if prefix_space and _TURN_BEGIN not in tokens:
+        # Before the text and behind every special token, as sentencepiece does: also where a space is there.
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement="▁", prepend_scheme="first" if prefix_space else "never", split=False
+        )
     stages: list[decoders.Decoder] = [
         decoders.Replace("▁", " "),
         decoders.ByteFallback(),

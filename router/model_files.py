@@ -120,7 +120,8 @@ def _read_gguf(path: Path, *, name: str, settings: dict[str, Any]) -> ModelFiles
     except gguf_tokenizer.UnsupportedTokenizerError as error:
         raise ModelFilesError(f"{path}: {error}") from error
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise ModelFilesError(f"{path}: its metadata make no tokenizer: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise ModelFilesError(f"{path}: its metadata make no tokenizer: {reason}") from error
     described = _Settings(path, metadata)
     generation = _Settings(path.parent / "generation_config.json", settings)
     ends = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
@@ -211,7 +212,8 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise ModelFilesError(f"{path} is not a tokenizer: {reason}") from error
     # Some files carry the lengths of their training batches.
     tokenizer.no_truncation()
     tokenizer.no_padding()

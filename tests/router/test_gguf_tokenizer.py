@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from router import model_files
@@ -156,7 +156,14 @@ def sentencepiece_pieces() -> dict[str, float]:
 @pytest.fixture(scope="module")
 def llama_2(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("gguf")
-    return both(gguf_files.write(folder / "m.gguf", gguf_files.sentencepiece(sentencepiece_pieces())))
+    ours, theirs = both(gguf_files.write(folder / "m.gguf", gguf_files.sentencepiece(sentencepiece_pieces())))
+    # What the models' own tokenizer.json says, and transformers' reading of GGUF lacks: it puts no space
+    # before one, nor behind a special token.
+    theirs.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    theirs.backend_tokenizer.pre_tokenizer = None
+    return ours, theirs
 
 
 def test_b78_sentencepiece_ids_are_those_of_transformers_with_one_start_token(llama_2: Pair) -> None:
@@ -173,6 +180,24 @@ def test_sentencepiece_joins_the_best_scored_neighbours_first(llama_2: Pair, tex
     """Against sentencepiece's own rule, spelled out."""
     ours, _ = llama_2
     assert ours.encode(text)[1:] == best_neighbours_first(text, sentencepiece_scores())
+
+
+def test_a_space_is_put_before_a_text_that_has_one_and_behind_special_tokens(llama_2: Pair) -> None:
+    ours, _ = llama_2
+    space = ours.encode(" ")[1]
+    assert ours.encode(" a") == [1, space, *ours.encode("a")[1:]]
+    assert ours.encode("</s>a") == [1, 2, *ours.encode("a")[1:]]
+    for text in ("a", " a", "  a"):
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_mistral_with_tokens_of_turns_puts_no_space_behind_them(tmp_path: Path) -> None:
+    metadata = gguf_files.sentencepiece(sentencepiece_pieces() | {"[INST]": 0.0})
+    metadata["tokenizer.ggml.token_type"][-1] = 3
+    ours = Tokenizer(model_files.read(gguf_files.write(tmp_path / "m.gguf", metadata)))
+    turn = ours.vocab_size - 1
+    assert ours.encode("[INST] a") == [1, turn, *ours.encode("a")[1:]]
+    assert ours.encode("[INST]a") == [1, turn, *ours.encode("xa")[-1:]]
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +236,7 @@ def best_neighbours_first(text: str, scores: dict[str, tuple[int, float]], *, pr
     text = text.replace(" ", "▁")
     if not text:
         return []
-    parts = list(text if text.startswith("▁") else prefix + text)
+    parts = list(prefix + text)
     while True:
         neighbours = map("".join, pairwise(parts))
         joined = [(scores[both][1], -place) for place, both in enumerate(neighbours) if both in scores]
@@ -239,8 +264,9 @@ def test_what_cannot_be_built_is_named(
     tmp_path: Path, words: Words, changes: dict[str, Any], sentence: str
 ) -> None:
     metadata = gguf_files.byte_level(*words, pre="gpt-2") | changes
-    with pytest.raises(ModelFilesError, match=sentence):
+    with pytest.raises(ModelFilesError, match=sentence) as raised:
         model_files.read(gguf_files.write(tmp_path / "m.gguf", metadata))
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("key", ["tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.merges"])
