@@ -26,7 +26,7 @@ def folder_in_bfloat16(model: Path, folder: Path) -> Path:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoTokenizer
 
-    from executor.model.checkpoint import open_checkpoint
+    from executor.model.opening import open_checkpoint
 
     file = gguf_of(model)
     folder.mkdir(parents=True, exist_ok=True)

@@ -33,9 +33,10 @@ from executor.kv_cache import (
 )
 from executor.late_start import LateStart
 from executor.model import ModelError
-from executor.model.checkpoint import Checkpoint, open_checkpoint, tokenizer_fingerprint
+from executor.model.checkpoint import Checkpoint, tokenizer_fingerprint
 from executor.model.config import ModelConfig
 from executor.model.decoder import Decoder, Hidden
+from executor.model.opening import open_checkpoint
 from executor.model.weights import load_weights, weight_bytes
 from executor.operations.base import Operations
 from executor.operations.cpu import CpuOperations

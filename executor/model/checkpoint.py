@@ -1,7 +1,7 @@
 """What a model on disk offers, whatever its format.
 
 Its shape, its end tokens, its vocabulary, its tensors under Hugging Face names, and its tokenizer's
-fingerprint. Knows that there are two formats, and nothing of how a tensor is used.
+fingerprint. Knows neither how a file is read (`opening` finds who reads it) nor how a tensor is used.
 """
 
 import hashlib
@@ -58,27 +58,6 @@ class Checkpoint:
     """What its tokens stand for within a text; None when there is no tokenizer, or none of a known family."""
     tensors: Mapping[str, StoredTensor]
     """Under Hugging Face names (`model.layers.0.mlp.up_proj.weight`), in their layout."""
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a Hugging Face folder, a GGUF file, or a folder with one GGUF file. Raises `ModelError`."""
-    from executor.model.gguf_file import open_gguf
-    from executor.model.hugging_face import open_folder
-
-    if not path.exists():
-        raise ModelError(
-            f"--model is {path}, which does not exist: give a folder or a GGUF file "
-            "(`chairlift pull smollm2` makes the folder models/smollm2)."
-        )
-    if path.is_dir():
-        gguf_paths = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-        if len(gguf_paths) > 1:
-            names = ", ".join(each.name for each in gguf_paths)
-            raise ModelError(f"{path} holds {len(gguf_paths)} GGUF files ({names}): name the one to serve.")
-        return open_gguf(gguf_paths[0], path / "generation_config.json") if gguf_paths else open_folder(path)
-    if path.suffix == ".gguf":
-        return open_gguf(path)
-    raise ModelError(f"{path} is a file but no .gguf file: give a Hugging Face folder or a GGUF file.")
 
 
 def checked_eos_ids(eos_ids: set[int], vocab_size: int, path: Path) -> tuple[int, ...]:

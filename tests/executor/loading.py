@@ -10,7 +10,8 @@ import torch
 from executor.attention.base import AttentionSpec
 from executor.attention.reference import ReferenceAttention
 from executor.model import ModelError
-from executor.model.checkpoint import Checkpoint, open_checkpoint
+from executor.model.checkpoint import Checkpoint
+from executor.model.opening import open_checkpoint
 from executor.model.weights import ModelWeights, load_weights
 from executor.operations.plain import PlainOperations
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from executor.model import ModelError
-from executor.model.checkpoint import open_checkpoint
 from executor.model.config import LayerKind, ModelConfig, Rope, RopeScaling
 from executor.model.gguf_config import config_from_metadata
+from executor.model.opening import open_checkpoint
 from tests.executor import family_models
 from tests.executor.gguf_models import write_gguf
 from tests.executor.loading import refusal, weights

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from executor.model import ModelError
-from executor.model.checkpoint import open_checkpoint, tokenizer_fingerprint
+from executor.model.checkpoint import tokenizer_fingerprint
+from executor.model.opening import open_checkpoint
 from tests.executor.loading import edit_json, refusal, weights
 from tests.executor.numerics import load, one_shot_logits
 from tests.rig import tiny_model

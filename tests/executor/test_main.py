@@ -10,7 +10,7 @@ import torch
 
 from executor import __main__, runner
 from executor.config import ExecutorSettings
-from executor.model import checkpoint
+from executor.model import opening
 from rpc.errors import StartError
 from tests.rig.fake_device import FakeDevice
 
@@ -69,7 +69,7 @@ def test_a_model_that_the_system_does_not_let_us_load_is_one_sentence(
     def refuse(_: Path) -> bool:
         raise error
 
-    monkeypatch.setattr(checkpoint.Path, "exists", refuse)
+    monkeypatch.setattr(opening.Path, "exists", refuse)
     with pytest.raises(StartError, match=f"the model {tmp_path} cannot be loaded: .*{reason}"):
         __main__.load_runner(ExecutorSettings(model=tmp_path, listen="unix:/x", device="cpu"))
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.model.checkpoint import open_checkpoint
+from executor.model.opening import open_checkpoint
 from executor.model.token_bytes import of_gguf, of_tokenizer_json
 from router import model_files
 from router.tokenizer import Tokenizer

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.model import ModelError
-from executor.model.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from executor.model.checkpoint import Checkpoint, StoredTensor
 from executor.model.config import LayerKind, ModelConfig, Rope
+from executor.model.opening import open_checkpoint
 from executor.model.weights import check_names_and_shapes
 from executor.parallel.shard import Shard
 from tests.executor.gguf_models import write_gguf
