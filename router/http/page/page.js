@@ -1,4 +1,5 @@
 // The live page: reads frames from the router, hands them to the lifts and panels, paints when the browser does.
+import { events, headers, reason } from "./calls.js";
 import { Lift } from "./lift.js";
 import { openStory } from "./story.js";
 import { startRides } from "./ride.js";
@@ -9,11 +10,6 @@ const TABLE_ROWS = 64;
 const lifts = new Map();      // by executor
 const rate = new RateLine($("rate-line"));
 let isFrozen = false, isDirty = false, myRequests = new Set();
-
-export function headers() {
-  const key = $("key").value.trim();
-  return key ? { authorization: `Bearer ${key}` } : {};
-}
 
 // --- frames ---------------------------------------------------------------------------------------------
 
@@ -30,23 +26,6 @@ async function follow() {
       setState(error instanceof TypeError ? "the router is away" : error.message, "bad");
     }
     await new Promise((done) => setTimeout(done, wait));
-  }
-}
-
-export async function reason(response) {
-  try { return (await response.json()).error.message; } catch { return `HTTP ${response.status}`; }
-}
-
-// The data of each server-sent event.
-export async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let text = ""; ;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    text += value;
-    const parts = text.split("\n\n");
-    text = parts.pop();
-    for (const part of parts) yield part.replace(/^data: /, "");
   }
 }
 

@@ -1,5 +1,5 @@
 // The prompt box: sends a prompt, shows the answer as it comes, and tells the page which rows are its own.
-import { events, headers, reason } from "./page.js";
+import { events, headers, reason } from "./calls.js";
 
 const $ = (id) => document.getElementById(id);
 

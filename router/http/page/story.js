@@ -1,5 +1,5 @@
 // One request's time line: where its time went, with reasons, in a dialog.
-import { headers, reason } from "./page.js";
+import { headers, reason } from "./calls.js";
 
 const $ = (id) => document.getElementById(id);
 const seconds = (value) => value < 1 ? `${(value * 1000).toFixed(1)} ms` : `${value.toFixed(2)} s`;

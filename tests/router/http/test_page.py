@@ -24,7 +24,7 @@ def test_everything_the_page_loads_is_there(client: TestClient) -> None:
         loads += [f"/page/{name}" for name in re.findall(r'from "\./([^"]+)"', response.text)]
         queue += [one for one in loads if one not in seen]
     files = {path.rpartition("/")[2] for path in seen}
-    assert files >= {"page.css", "page.js", "lift.js", "story.js", "ride.js"}
+    assert files >= {"page.css", "page.js", "lift.js", "story.js", "ride.js", "calls.js"}
 
 
 def test_the_page_may_load_and_ask_its_own_router_alone(client: TestClient) -> None:
