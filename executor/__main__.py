@@ -41,7 +41,8 @@ def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "Mode
 
     from executor.device_memory import out_of_memory
     from executor.model import ModelError
-    from executor.runner import ModelRunner, accelerator_of, checked_device
+    from executor.runner import ModelRunner
+    from executor.selection import accelerator_of, checked_device
 
     num_sharers = 1 if ranks is None else ranks.num_sharers
     num_threads = config.num_threads or min([torch.get_num_threads(), *processors(own_groups())])
@@ -76,7 +77,7 @@ def group_of(config: ExecutorSettings, place: Place) -> "Group":
     """The ranks as a group, still to be met. Raises StartError when there is no such device."""
     from executor.model import ModelError
     from executor.parallel.group import Group
-    from executor.runner import checked_device
+    from executor.selection import checked_device
 
     try:
         return Group(place, checked_device(config.device).type)

@@ -12,19 +12,11 @@ import numpy as np
 import structlog
 import torch
 
-from executor import logprobs, sampler, self_test
-from executor.accelerator import Accelerator, Cuda
-from executor.attention.base import AttentionBackend, AttentionSpec, named_backend, select_backend
-from executor.attention.flash2 import Flash2Attention
-from executor.attention.flash3 import Flash3Attention
-from executor.attention.paged_triton import TritonAttention
-from executor.attention.reference import ReferenceAttention
+from executor import logprobs, sampler, selection, self_test
 from executor.constraints import Constraint, Constraints, Matcher
 from executor.device import Fingerprints, LateOutput, StepOutput
 from executor.device_memory import check_weights_fit
 from executor.inputs import SampleRow, Scored, StepInputs, build_inputs
-from executor.kernels.build import KernelsUnavailableError
-from executor.kernels.library import fastest
 from executor.kv_cache import (
     KVCache,
     begun_blocks,
@@ -39,23 +31,12 @@ from executor.model.decoder import Decoder, Hidden
 from executor.model.opening import open_checkpoint
 from executor.model.weights import load_weights, weight_bytes
 from executor.operations.base import Operations
-from executor.operations.cpu import CpuOperations
-from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
 from executor.parallel.ranks import Alone, Ranks
 from executor.pipeline import Pipeline
 from executor.plan import PromptLogprobs, SamplingParams
 from executor.rows import Row, Sampled
 
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (
-    Flash3Attention,
-    Flash2Attention,
-    TritonAttention,
-    ReferenceAttention,
-)
-"""In order of preference."""
-CPU_BLOCK_SIZE: Final = 16
 FEATURES: Final = ("logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists")
 
 log = structlog.get_logger()
@@ -91,7 +72,7 @@ class ModelRunner:
         self._fingerprints = Fingerprints(
             model=model_fingerprint,
             tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
-            numerics=numerics(device, dtype, operations),
+            numerics=selection.numerics(device, dtype, operations),
         )
         # Only the first rank samples.
         self._constraints = constraints_of(checkpoint) if ranks.rank == 0 else None
@@ -121,35 +102,24 @@ class ModelRunner:
         step on a kind of device. Raises `ModelError`.
         """
         started = time.monotonic()
-        torch_device = checked_device(device)
-        torch_dtype = checked_dtype(dtype, torch_device.type)
-        accelerator = accelerator_of(torch_device)
+        torch_device = selection.checked_device(device)
+        torch_dtype = selection.checked_dtype(dtype, torch_device.type)
+        accelerator = selection.accelerator_of(torch_device)
         ranks = Alone() if ranks is None else ranks
         checkpoint = open_checkpoint(path)
         shard = ranks.shard(checkpoint)
         ranks.meet()
         config = shard.config
 
-        def spec_of(own_block_size: int) -> AttentionSpec:
-            return AttentionSpec(
-                device=torch_device,
-                dtype=torch_dtype,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                block_size=block_size or own_block_size,
-                scale=config.attention_scale,
-                soft_cap=config.attention_soft_cap,
-                has_window=any(kind.window is not None for kind in config.layers),
-            )
-
-        own = select_operations(spec_of, attention, config.hidden_size)
+        own = selection.operations_for(
+            config, torch_device, torch_dtype, block_size=block_size, attention=attention
+        )
         operations = ranks.joined(own, checkpoint)
         if accelerator is not None:
             check_weights_fit(accelerator, weight_bytes(config, torch_dtype))
         weights = load_weights(shard, torch_dtype, torch_device, operations)
         # Now, for whoever comes to the first step waits for the others no longer than in any step.
-        ranks.agree("numerics", numerics(torch_device, dtype, operations))
+        ranks.agree("numerics", selection.numerics(torch_device, dtype, operations))
         ranks.agree("weights", weights.fingerprint)
         model = Decoder(config, weights, operations)
         block_size = operations.block_size
@@ -367,77 +337,6 @@ class ModelRunner:
         log.info("warmed_up", forward_us=output.forward_us, sample_us=output.sample_us)
 
 
-def checked_dtype(dtype: str, device: str) -> torch.dtype:
-    """The torch type named `dtype`. Raises `ModelError` for one that is not served."""
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not supported on {device}; supported: {', '.join(DTYPES)}.")
-    return DTYPES[dtype]
-
-
-def checked_device(device: str) -> torch.device:
-    """The torch device of kind `device`, auto being a GPU if there is one. Raises `ModelError` without it."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in {"cpu", "cuda"}:
-        raise ModelError(f"device {device!r} is not supported; supported: auto, cpu, cuda.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"--device is cuda, and {_why_no_gpu()}. Without a GPU, say --device cpu.")
-    return torch.device(device)
-
-
-def _why_no_gpu() -> str:
-    """Why torch finds no GPU, and what would help."""
-    if torch.version.cuda is None:
-        return f"this torch, {torch.__version__}, was built without CUDA: install one that was built with it"
-    return (
-        f"torch {torch.__version__} finds no GPU: see whether nvidia-smi lists one, whether its driver is "
-        f"new enough for CUDA {torch.version.cuda}, whether CUDA_VISIBLE_DEVICES hides it, and whether the "
-        "container was given it"
-    )
-
-
-def accelerator_of(device: torch.device) -> Accelerator | None:
-    """The device as one that works while the host goes on; None for the CPU."""
-    return Cuda(device) if device.type == "cuda" else None
-
-
-def select_operations(
-    spec_of: Callable[[int], AttentionSpec], attention: str | None, hidden_size: int
-) -> Operations:
-    """Our own kernels where they can compute this; plain torch where not, and the log says why.
-
-    `spec_of` says what is needed, given the block size that suits who is asked. `attention` names the back
-    end to take.
-    """
-    if attention is not None:
-        candidates = [named_backend(BACKENDS, attention)]
-        return _around(select_backend(candidates, spec_of), hidden_size, asked_for=attention)
-    spec = spec_of(CPU_BLOCK_SIZE)
-    if spec.device.type != "cpu":
-        return _around(select_backend(BACKENDS, spec_of), hidden_size)
-    refusal = CpuOperations.refusal(spec)
-    if refusal is None:
-        try:
-            operations = CpuOperations(fastest(torch.get_num_threads()), spec)
-        except KernelsUnavailableError as error:
-            refusal = str(error)
-        else:
-            log.info("operations_selected", operations=operations.name)
-            return operations
-    return _around(select_backend(BACKENDS, spec_of), hidden_size, no_kernels=refusal)
-
-
-def _around(backend: AttentionBackend, hidden_size: int, **known: str) -> PlainOperations:
-    """Operations in torch around a back end, fused where they can be; what is `known` is logged too."""
-    refusal = FusedOperations.refusal(backend.spec, hidden_size)
-    if refusal is None:
-        operations: PlainOperations = FusedOperations(backend)
-    else:
-        operations, known = PlainOperations(backend), {"no_kernels": refusal} | known
-    log.info("operations_selected", operations=operations.name, **known)
-    return operations
-
-
 def constraints_of(checkpoint: Checkpoint) -> Constraints | None:
     """What holds outputs to a form; None when it cannot be known what the tokens stand for, or none ends."""
     vocabulary = checkpoint.token_bytes
@@ -452,13 +351,3 @@ def constraints_of(checkpoint: Checkpoint) -> Constraints | None:
         eos_token_ids=eos_token_ids,
         vocab_size=checkpoint.config.vocab_size,
     )
-
-
-def numerics(device: torch.device, dtype: str, operations: Operations) -> str:
-    """What the bits of the logits depend on beside the weights."""
-    kind = (
-        torch.backends.cpu.get_cpu_capability()
-        if device.type == "cpu"
-        else torch.cuda.get_device_name(device)
-    )
-    return f"{device.type} {kind}, {dtype}, {operations.name}, torch {torch.__version__}"

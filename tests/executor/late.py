@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from executor import runner as runner_module
+from executor import selection
 from executor.device import EpochWork, Later
 from executor.late_work import LateEpochWork
 from executor.plan import BatchPlan, NewSequence, SamplingParams, StepResult
@@ -22,7 +22,7 @@ def load_late(
 ) -> ModelRunner:
     """Load as on a GPU whose only back end is the one named `attention`, reference if none is."""
     accelerator = device or FakeDevice()
-    monkeypatch.setattr(runner_module, "accelerator_of", lambda _: accelerator)
+    monkeypatch.setattr(selection, "accelerator_of", lambda _: accelerator)
     wanted = {
         "dtype": "float32",
         "num_blocks": 64,

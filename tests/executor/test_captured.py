@@ -112,7 +112,7 @@ def test_two_different_plans_through_one_capture_equal_steps_that_were_not_captu
 ) -> None:
     if backend is TritonInOneCall:
         pytest.importorskip("triton", reason="triton is not installed (extra `triton`)")
-        monkeypatch.setattr("executor.runner.BACKENDS", (TritonInOneCall,))
+        monkeypatch.setattr("executor.selection.BACKENDS", (TritonInOneCall,))
         monkeypatch.setattr(paged_triton, "num_splits", lambda *_: 2)  # the interpreter is slow
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash.flash_attn_interface())
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash.flash_attn())
@@ -176,7 +176,7 @@ def test_a_back_end_that_works_out_numbers_on_the_host_is_found_by_the_capture(
             return replace(metadata, seq_lens=metadata.seq_lens.clone() * 0 + int(inputs.seq_lens.max()))
 
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash.flash_attn_interface())
-    monkeypatch.setattr("executor.runner.BACKENDS", (Stale,))
+    monkeypatch.setattr("executor.selection.BACKENDS", (Stale,))
     device = FakeDevice()
     runner = capturing(Stale, monkeypatch, tiny_folder, device, dtype="bfloat16")
     contexts(runner, 1)

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from executor.model import ModelError
-from executor.runner import CpuOperations, ModelRunner
+from executor.operations.cpu import CpuOperations
+from executor.runner import ModelRunner
 from tests.executor import family_models
 from tests.executor.numerics import load, logits_by_steps, one_shot_logits, reference_logits
 

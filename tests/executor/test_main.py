@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor import __main__, runner
+from executor import __main__, runner, selection
 from executor.config import ExecutorSettings
 from executor.model import opening
 from rpc.errors import StartError
@@ -82,7 +82,7 @@ def test_a_gpu_without_memory_for_the_model_is_said_with_its_numbers(
 
     monkeypatch.setattr(runner.ModelRunner, "load", load)
     device = FakeDevice(free_bytes=1 << 29, total_bytes=80 << 30)
-    monkeypatch.setattr(runner, "accelerator_of", lambda _: device)
+    monkeypatch.setattr(selection, "accelerator_of", lambda _: device)
     config = ExecutorSettings(model=tmp_path / "some", listen="unix:/x", device="cpu")
     with pytest.raises(StartError) as raised:
         __main__.load_runner(config)

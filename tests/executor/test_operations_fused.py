@@ -32,7 +32,8 @@ from executor.operations import fused, triton_kernels
 from executor.operations.base import Activation, Linear, Norm
 from executor.operations.fused import MOST_WIDTH, FusedOperations
 from executor.operations.plain import PlainOperations
-from executor.runner import ModelRunner, select_operations
+from executor.runner import ModelRunner
+from executor.selection import select_operations
 from tests.executor import family_models
 from tests.executor.attending import spec, step_inputs
 from tests.executor.interpreter import like_a_gpu
@@ -348,7 +349,7 @@ def test_captured_steps_equal_steps_that_were_not_captured(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash.flash_attn_interface())
-    monkeypatch.setattr("executor.runner.FusedOperations", InOneCall)
+    monkeypatch.setattr("executor.selection.FusedOperations", InOneCall)
     device = FakeDevice()
     runner = capturing(Flash3Attention, monkeypatch, tiny_folder, device, dtype="bfloat16", max_num_seqs=2)
     assert len(device.graphs) == len(captured_sizes(2))

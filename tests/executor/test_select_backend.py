@@ -13,7 +13,8 @@ from executor.attention.reference import ReferenceAttention
 from executor.config import ExecutorSettings
 from executor.model import ModelError
 from executor.operations.plain import PlainOperations
-from executor.runner import BACKENDS, ModelRunner, checked_device, select_operations
+from executor.runner import ModelRunner
+from executor.selection import BACKENDS, checked_device, select_operations
 from tests.executor.attending import spec
 from tests.rig import fake_flash
 

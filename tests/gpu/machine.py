@@ -12,7 +12,7 @@ import torch
 
 from executor.accelerator import Accelerator, Cuda
 from executor.attention.base import AttentionBackend, AttentionSpec
-from executor.runner import BACKENDS
+from executor.selection import BACKENDS
 from tests.rig.fake_device import FakeDevice
 
 Report = Callable[[dict[str, Any]], None]

@@ -24,7 +24,7 @@ from executor.philox import philox4x32
 from executor.pipeline import Pipeline
 from executor.plan import SamplingParams
 from executor.rows import IN_FLIGHT, Row
-from executor.runner import BACKENDS
+from executor.selection import BACKENDS
 from executor.staging import Staging, StepArrays, arrays_of
 from tests.gpu.filters_part import kernel_or_why
 from tests.gpu.machine import Machine, Report, WrongError

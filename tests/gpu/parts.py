@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 from executor.attention.base import AttentionBackend
-from executor.runner import BACKENDS
+from executor.selection import BACKENDS
 from tests.gpu import attention_parts, check, filters_part, model_parts, operations_part
 from tests.gpu.attention_parts import CPU_KERNELS
 from tests.gpu.machine import Machine, Report, WrongError

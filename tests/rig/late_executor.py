@@ -11,9 +11,9 @@ from tests.rig.fake_device import FakeDevice
 
 
 def run() -> None:
-    from executor import runner
+    from executor import selection
 
-    runner.accelerator_of = lambda _: FakeDevice()  # the device is the CPU in a GPU's clothes
+    selection.accelerator_of = lambda _: FakeDevice()  # the device is the CPU in a GPU's clothes
     sys.argv += ["--device", "cpu", "--attention", "reference"]
     main(service.PROG, service.run)
 

@@ -7,7 +7,7 @@ import gguf
 import pytest
 import torch
 
-from executor.runner import CpuOperations
+from executor.operations.cpu import CpuOperations
 from tests.executor import family_models
 from tests.executor.gguf_models import write_gguf
 from tests.executor.numerics import logits_by_steps, one_shot_logits

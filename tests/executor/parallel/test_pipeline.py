@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor import runner as runner_module
+from executor import selection
 from executor.attention.flash3 import Flash3Attention
 from executor.constraints import Regex
 from executor.device import EpochWork
@@ -60,7 +60,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeDevice]:
         made.append(FakeDevice())
         return made[-1]
 
-    monkeypatch.setattr(runner_module, "accelerator_of", accelerator_of)
+    monkeypatch.setattr(selection, "accelerator_of", accelerator_of)
     return made
 
 
