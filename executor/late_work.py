@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from executor.device import Later, Pipeline, Runner, StepTimings, fault_of
+from executor.device import Pipeline, Runner, StepTimings, fault_of
+from executor.device_thread import Later
 from executor.inputs import build_inputs
 from executor.plan import BatchPlan, StepResult
 from executor.rows import Sampled

@@ -17,7 +17,8 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from executor import wire
-from executor.device import DeviceThread, EpochWork, Later, Runner, StepTimings
+from executor.device import Runner, StepTimings
+from executor.device_thread import DeviceThread, Later
 from executor.late_work import LateEpochWork
 from executor.metrics import ExecutorMetrics
 from executor.model import ModelError
@@ -25,6 +26,7 @@ from executor.plan import BatchPlan, StepResult
 from executor.sequences import PlanError, SequenceTable
 from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Superseded
 from executor.traces import StepTraces
+from executor.work import EpochWork
 from protos.v1 import executor_pb2, executor_pb2_grpc
 from rpc import server as rpc_server
 from rpc.errors import RequestError, StartError, abort, shortened

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from executor import selection
-from executor.device import EpochWork, Later
+from executor.device_thread import Later
 from executor.late_work import LateEpochWork
 from executor.plan import BatchPlan, NewSequence, SamplingParams, StepResult
 from executor.runner import ModelRunner
 from executor.sequences import SequenceTable
+from executor.work import EpochWork
 from tests.rig.fake_device import FakeDevice
 
 BLOCK_SIZE = 16

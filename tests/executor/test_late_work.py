@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from executor.constraints import Choice, JsonSchema, Regex
-from executor.device import EpochWork, Later
+from executor.device_thread import Later
 from executor.late_work import LateEpochWork
 from executor.plan import BatchPlan, NewSequence, SamplingParams, StepResult
 from executor.runner import ModelRunner
 from executor.sequences import PlanError
+from executor.work import EpochWork
 from tests.executor.late import Window2, load_late, run, table, tokens_of
 from tests.rig.fake_device import FakeDevice
 from tests.rig.tiny_model import EOS_ID

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from chairlift.step_driver import Epoch, ExecutorDriver, ended_by, tokens_by_sequence
 from executor.config import ExecutorSettings
-from executor.device import DeviceThread
+from executor.device_thread import DeviceThread
 from executor.inputs import SampleRow, StepInputs
 from executor.model import ModelError
 from executor.servicer import SERVICE_NAME, ExecutorServicer, serve

@@ -27,10 +27,11 @@ from typing import Any, TextIO
 import numpy as np
 
 from executor import servicer
-from executor.device import EpochWork, Fingerprints, StepOutput, StepTimings
+from executor.device import Fingerprints, StepOutput, StepTimings
 from executor.inputs import SampleRow, StepInputs
 from executor.plan import BatchPlan, NewSequence, PromptLogprobs, SamplingParams, StepResult, TokenLogprobs
 from executor.rows import PromptStretch, Sampled
+from executor.work import EpochWork
 from rpc import log, server
 from rpc.settings import ServiceSettings
 from tests.rig.service_process import ServiceProcess

@@ -8,10 +8,11 @@ from collections import Counter, deque
 from collections.abc import Mapping
 
 from executor import wire
-from executor.device import EpochWork, StepTimings
+from executor.device import StepTimings
 from executor.plan import BatchPlan
 from executor.sequences import SequenceTable
 from executor.session import Answer, Held, NotOpen, Run, Session, Superseded
+from executor.work import EpochWork
 from protos.v1 import common_pb2, executor_pb2
 from tests.rig.scripted_executor import Script, ScriptedRunner
 from tests.simulation.links import End, RefusedError

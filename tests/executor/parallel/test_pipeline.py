@@ -13,10 +13,10 @@ import torch
 from executor import selection
 from executor.attention.flash3 import Flash3Attention
 from executor.constraints import Regex
-from executor.device import EpochWork
 from executor.late_work import LateEpochWork
 from executor.runner import ModelRunner
 from executor.staging import NUM_SLOTS
+from executor.work import EpochWork
 from tests.executor.late import run, table, tokens_of
 from tests.executor.parallel.threads import ThreadRanks, on_each_rank
 from tests.rig import fake_flash, tiny_model
