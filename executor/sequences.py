@@ -63,6 +63,17 @@ class _Sequence:
         num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
         return self.stop_rule.is_long_enough(num_output_tokens=num_output_tokens, seq_len=len(self.token_ids))
 
+    def take(self, token_id: int, output_index: int) -> FinishReason | None:
+        """Fill in output token `output_index`, IN_FLIGHT until now. Why it ends the sequence, or None."""
+        seq_len = self.num_prompt_tokens + output_index + 1
+        self.token_ids[seq_len - 1] = token_id
+        if self.adjustment is not None:
+            self.adjustment.took(token_id)
+        reason = self.stop_rule.finish_reason(token_id, num_output_tokens=output_index + 1, seq_len=seq_len)
+        if reason is None and self.matcher is not None:
+            self.matcher.take(token_id)
+        return reason
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -221,46 +232,36 @@ class SequenceTable:
         logprobs: list[tuple[int, TokenLogprobs]] = []
         finished: list[FinishedSequence] = []
         errors = flight.errors
-        scored = {stretch.seq_id: stretch for stretch in prompt_logprobs}
+        scored_seq_ids = {stretch.seq_id for stretch in prompt_logprobs}
         for row, sequence in flight.rows:
             if sequence.has_ended:  # in an earlier flight: this row was a ghost's
-                scored.pop(row.seq_id, None)
                 continue
-            if row.scored is not None and row.seq_id not in scored:  # its prompt's logits were no numbers
-                errors.append(SequenceError(row.seq_id, NOT_FINITE, INTERNAL))
-                self._end(row.seq_id, sequence, flight.step_id)
-                continue
-            if row.output_index is None:  # a chunk: known tokens remain, nothing was sampled
-                seq_ids.append(row.seq_id)
-                num_sampled.append(0)
-                continue
-            i = index_of[row.seq_id]
-            if (error := sampled.errors[i]) is not None:
-                scored.pop(row.seq_id, None)
+            error = None
+            if row.scored is not None and row.seq_id not in scored_seq_ids:
+                error = NOT_FINITE  # the logits of its prompt
+            elif row.output_index is not None:
+                error = sampled.errors[index_of[row.seq_id]]
+            if error is not None:
                 # All else is what the request asks for: a constraint, or lists that leave no token to choose.
                 code = INTERNAL if error == NOT_FINITE else INVALID_ARGUMENT
                 errors.append(SequenceError(row.seq_id, error, code))
                 self._end(row.seq_id, sequence, flight.step_id)
                 continue
-            token_id = sampled.token_ids[i]
-            num_known = sequence.num_prompt_tokens + row.output_index + 1
-            sequence.token_ids[num_known - 1] = token_id
-            if sequence.adjustment is not None:
-                sequence.adjustment.took(token_id)
             seq_ids.append(row.seq_id)
+            if row.output_index is None:  # a chunk: known tokens remain, nothing was sampled
+                num_sampled.append(0)
+                continue
+            index = index_of[row.seq_id]
+            token_id = sampled.token_ids[index]
             num_sampled.append(1)
             token_ids.append(token_id)
-            if (chances := sampled.logprobs[i]) is not None:
+            if (chances := sampled.logprobs[index]) is not None:
                 logprobs.append((row.seq_id, chances))
-            reason = sequence.stop_rule.finish_reason(
-                token_id, num_output_tokens=row.output_index + 1, seq_len=num_known
-            )
+            reason = sequence.take(token_id, row.output_index)
             if reason is not None:
                 matched = token_id if reason is FinishReason.STOP else None
                 finished.append(FinishedSequence(row.seq_id, reason, matched))
                 self._end(row.seq_id, sequence, flight.step_id)
-            elif row.matcher is not None:
-                row.matcher.take(token_id)
         return StepResult(
             epoch=flight.epoch,
             step_id=flight.step_id,
@@ -270,7 +271,7 @@ class SequenceTable:
             logprobs=tuple(logprobs),
             finished=tuple(finished),
             errors=tuple(errors),
-            prompt_logprobs=tuple(scored.values()),
+            prompt_logprobs=tuple(stretch for stretch in prompt_logprobs if stretch.seq_id in seq_ids),
         )
 
     def _end(self, seq_id: int, sequence: _Sequence, step_id: int) -> None:
