@@ -26,7 +26,7 @@ import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from chairlift.calls import API_KEY_VARIABLE, add_flags, from_flags, given_flags, router_at, waited_for
+from chairlift.calls import API_KEY_VARIABLE, router_at
 from chairlift.flag_files import to_write
 from chairlift.flag_numbers import positive, whole
 from chairlift.lab import pictures
@@ -34,6 +34,7 @@ from chairlift.lab.loads import LoadError, Row, read_trace
 from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompts, report, until
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
+from chairlift.router_flags import add_flags, from_flags, given_flags, waited_for
 from protos.v1 import common_pb2, router_pb2
 from rpc.address import AddressError
 from rpc.errors import StartError

@@ -1,28 +1,20 @@
-"""What commands and the client library share for calling a router: its address, credentials, and errors."""
+"""How a router is called, by commands and by the client library: where it is, what is shown to it, errors."""
 
-import argparse
-import asyncio
 import contextlib
-import os
-import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import grpc
 
-from chairlift.flag_numbers import positive
 from chairlift.results import ChairliftError
-from chairlift.waiting import until_serving
 from protos.v1 import router_pb2_grpc
 from rpc import tls
-from rpc.address import Address, AddressError
+from rpc.address import Address
 from rpc.channel import connect
-from rpc.errors import RequestError, StartError, from_call
+from rpc.errors import RequestError, from_call
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-ADDRESS_VARIABLE = "CHAIRLIFT_ADDRESS"
 API_KEY_VARIABLE = "CHAIRLIFT_API_KEY"
 
 Metadata = tuple[tuple[str, str], ...]
@@ -40,72 +32,6 @@ class Router:
     def metadata(self) -> Metadata:
         """What goes with each call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that asks a router. A key is no flag: all users of a machine see those."""
-    parser.add_argument(
-        "--address",
-        default=os.environ.get(ADDRESS_VARIABLE, DEFAULT_ADDRESS),
-        help=f"the router (default: %(default)s; {ADDRESS_VARIABLE})",
-    )
-    parser.add_argument(
-        "--wait", metavar="SECONDS", type=positive, help="wait until it serves, at most so long"
-    )
-    tls.add_flags(parser)
-    epilog = f"The API key, where one is wanted, is the environment variable {API_KEY_VARIABLE}."
-    parser.epilog = f"{parser.epilog} {epilog}" if parser.epilog else epilog
-
-
-def from_flags(options: argparse.Namespace) -> Router:
-    """What the flags of `add_flags` say. Raises ValueError with a sentence."""
-    try:
-        return Router(
-            Address.parse(options.address, field="--address"),
-            tls.from_flags(options),
-            os.environ.get(API_KEY_VARIABLE, ""),
-        )
-    except StartError as error:
-        raise AddressError(str(error)) from error
-
-
-def given_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """Which flags of `add_flags` were given, as far as they change anything."""
-    own = [name for name in ("address", "wait") if getattr(options, name) != parser.get_default(name)]
-    return [*(f"--{name}" for name in own), *tls.given_flags(parser, options)]
-
-
-def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, Router]:
-    """The options, those of `add_flags` among them; a wrong one ends the process with its sentence."""
-    options = parser.parse_args(argv)
-    try:
-        return options, from_flags(options)
-    except AddressError as error:
-        parser.error(str(error))
-
-
-async def waited_for(router: Router, options: argparse.Namespace, prog: str) -> None:
-    """Does what `--wait` says. `prog` is who waits."""
-
-    def say(sentence: str) -> None:
-        print(f"{prog}: {sentence}", file=sys.stderr, flush=True)
-
-    if options.wait is not None:
-        await until_serving(router.address, router.certificates, seconds=options.wait, say=say)
-
-
-Result = TypeVar("Result")
-
-
-def run(work: Coroutine[Any, Any, Result], router: Router, options: argparse.Namespace, prog: str) -> Result:
-    """Does a command's work once the router serves, as far as `--wait` asks for that."""
-
-    async def waited() -> Result:
-        with contextlib.closing(work):
-            await waited_for(router, options, prog)
-            return await work
-
-    return asyncio.run(waited())
 
 
 @contextlib.asynccontextmanager

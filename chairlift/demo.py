@@ -24,8 +24,8 @@ from chairlift.own_service import own_service
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.seats import Step, picture
+from chairlift.summaries import step_of
 from chairlift.tables import PlainConsole
-from chairlift.watch import step_of
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.address import Address
 from rpc.errors import StartError

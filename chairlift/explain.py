@@ -7,9 +7,10 @@ import grpc
 from rich.table import Table
 
 from chairlift.about import about
-from chairlift.calls import Router, add_flags, parsed, router_at, run
+from chairlift.calls import Router, router_at
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
+from chairlift.router_flags import add_flags, parsed, run
 from chairlift.tables import show
 from protos.v1 import router_pb2
 from rpc.cancel import heed_cancel

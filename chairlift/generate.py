@@ -4,11 +4,11 @@ import argparse
 import sys
 
 from chairlift.asking import Options, Prompt
-from chairlift.calls import add_flags, parsed, run
 from chairlift.client import AsyncClient
 from chairlift.flag_numbers import positive
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError, FinishReason, Message
+from chairlift.router_flags import add_flags, parsed, run
 
 _OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n")
 _CONSTRAINTS = ("json_schema", "regex", "choice")

@@ -6,9 +6,10 @@ from rich.table import Table
 from rich.text import Text
 
 from chairlift.about import about
-from chairlift.calls import Router, add_flags, parsed, router_at, run
+from chairlift.calls import Router, router_at
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
+from chairlift.router_flags import add_flags, parsed, run
 from chairlift.tables import show
 from protos.v1 import router_pb2
 

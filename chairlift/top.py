@@ -13,47 +13,21 @@ import grpc
 from rich.console import Console
 from rich.live import Live
 
-from chairlift.calls import Router, add_flags, parsed, router_at, run
+from chairlift.calls import Router, router_at
 from chairlift.latency_drawing import Waits
-from chairlift.lift import End, Frame, Gauges, Lift
+from chairlift.lift import Lift
 from chairlift.lift_drawing import screen
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
+from chairlift.router_flags import add_flags, parsed, run
+from chairlift.summaries import frame_of
 from chairlift.tables import PlainConsole
-from chairlift.watch import step_of
-from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
+from protos.v1 import router_pb2, router_pb2_grpc
 from rpc.cancel import heed_cancel
 
 _FRAMES_PER_SECOND = 8
 _RETRY_SECONDS = 1.0
 _WAITS_SECONDS = 1.0
-_ENDS = {
-    common_pb2.FINISH_REASON_STOP: End.FINISHED,
-    common_pb2.FINISH_REASON_LENGTH: End.FINISHED,
-    common_pb2.FINISH_REASON_UNSPECIFIED: End.PREEMPTED,
-}
-
-
-def frame_of(summary: router_pb2.StepSummary) -> Frame:
-    """The wire's message as the local type."""
-    computing = [member for member in summary.members if not member.padding]
-    return Frame(
-        step_of(summary),
-        chunks=frozenset(member.seq_id for member in computing if member.prefill or member.num_tokens > 1),
-        num_sampled=sum(not member.prefill for member in computing),
-        ends={leaver.seq_id: _ENDS.get(leaver.reason, End.CANCELLED) for leaver in summary.left},
-        gauges=Gauges(
-            num_running=summary.num_running,
-            num_waiting=summary.num_waiting,
-            max_num_seqs=summary.max_num_seqs,
-            num_blocks=summary.num_blocks,
-            num_free_blocks=summary.num_free_blocks,
-            num_cached_blocks=summary.num_cached_blocks,
-            step_us=summary.previous_step_us,
-            idle_us=summary.previous_idle_us,
-            queue=tuple((group.priority, group.tenant, group.num_waiting) for group in summary.waiting),
-        ),
-    )
 
 
 def _waits_of(histogram: router_pb2.Histogram) -> Waits:

@@ -3,25 +3,13 @@
 import sys
 
 from chairlift.about import about
-from chairlift.calls import Router, add_flags, parsed, router_at, run
+from chairlift.calls import Router, router_at
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
-from chairlift.seats import Member, Seats, Step
+from chairlift.router_flags import add_flags, parsed, run
+from chairlift.seats import Seats
+from chairlift.summaries import step_of
 from protos.v1 import router_pb2
-
-
-def step_of(summary: router_pb2.StepSummary) -> Step:
-    """The wire's message as the local type. A request's first choice goes by the request's own name."""
-    members = tuple(
-        Member(
-            member.seq_id,
-            f"{member.request_id}/{member.index}" if member.index else member.request_id,
-            member.padding,
-        )
-        for member in summary.members
-    )
-    left = frozenset(leaver.seq_id for leaver in summary.left)
-    return Step(summary.step_id, members, left, summary.num_dropped)
 
 
 def main(argv: list[str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.lift import End
-from chairlift.top import frame_of
+from chairlift.summaries import frame_of
 from protos.v1 import common_pb2, router_pb2
 from tests.rig import cluster
 from tests.rig.client import request
