@@ -24,7 +24,8 @@ from rpc.door import Admit, Door, admit_all
 from rpc.errors import StartError
 from rpc.health import Health
 from rpc.listening import bind
-from rpc.metrics import MetricsDoor, Source
+from rpc.metrics import Source
+from rpc.metrics_door import MetricsDoor
 from rpc.settings import ServiceSettings
 from rpc.stop_signals import stop_signals
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics_core import Metric
 
-from rpc import metrics
+from rpc import metrics_door
 from rpc.errors import StartError
 from rpc.histogram import Histogram
-from rpc.metrics import MetricsDoor, Source, counters, gauge, histogram
+from rpc.metrics import Source, counters, gauge, histogram
+from rpc.metrics_door import MetricsDoor
 from tests.rig import descriptors
 from tests.rig.scrape import get, parsed, scrape
 
@@ -64,7 +65,7 @@ async def test_sources_are_read_on_the_event_loop(tmp_path: Path) -> None:
 
 
 async def test_a_loop_that_stands_still_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_READ_SECONDS", 0.05)
+    monkeypatch.setattr(metrics_door, "_READ_SECONDS", 0.05)
     async with opened(f"unix:{tmp_path}/m.sock") as address:
         asking = asyncio.ensure_future(asyncio.to_thread(get, address))
         await asyncio.sleep(0)
@@ -98,15 +99,15 @@ async def test_a_scraper_for_whom_no_descriptor_is_left_costs_nothing_and_is_ans
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_tries = 0
-    get_request = metrics._Server.get_request
+    get_request = metrics_door._Server.get_request
 
-    def counted(server: metrics._Server) -> object:
+    def counted(server: metrics_door._Server) -> object:
         nonlocal num_tries
         num_tries += 1
         return get_request(server)
 
-    monkeypatch.setattr(metrics._Server, "get_request", counted)
-    monkeypatch.setattr(metrics._Server, "full_seconds", 0.1)
+    monkeypatch.setattr(metrics_door._Server, "get_request", counted)
+    monkeypatch.setattr(metrics_door._Server, "full_seconds", 0.1)
     async with opened(f"unix:{tmp_path}/m.sock", families):
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as scraper:
             with descriptors.none_left():
