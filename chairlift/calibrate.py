@@ -29,7 +29,7 @@ from chairlift.lab.what_if import fitted
 from chairlift.parser import Parser
 from chairlift.step_driver import Epoch, ExecutorDriver, Failure, Stream, ended_by
 from protos.v1 import common_pb2, executor_pb2
-from rpc import tls
+from rpc import tls, unconnected
 from rpc.address import Address, AddressError
 from rpc.channel import connect
 from rpc.errors import StartError
@@ -171,7 +171,7 @@ async def calibrate(
         try:
             epoch = await ExecutorDriver(channel, timeout_seconds=_TIMEOUT_SECONDS).open("calibrate")
         except grpc.aio.AioRpcError as error:
-            why = tls.explained(error.details() or "", certificates) or ended_by(error)
+            why = unconnected.explained(error.details() or "", certificates) or ended_by(error)
             raise Failure(f"the executor at {address} cannot be opened ({why})") from error
         async with epoch.stream() as stream:
             wanted = shapes(epoch.capacity)

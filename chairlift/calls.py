@@ -8,7 +8,7 @@ import grpc
 
 from chairlift.results import ChairliftError
 from protos.v1 import router_pb2_grpc
-from rpc import tls
+from rpc import tls, unconnected
 from rpc.address import Address
 from rpc.channel import connect
 from rpc.errors import RequestError, from_call
@@ -54,8 +54,8 @@ def failure(refusal: RequestError, router: Router) -> ChairliftError:
     """A refusal as the caller gets it; gRPC's own words for what it notices itself become ours."""
     message = refusal.message
     if refusal.code is grpc.StatusCode.UNAVAILABLE:
-        why = tls.explained(message, router.certificates)
-        if why == tls.NOBODY:
+        why = unconnected.explained(message, router.certificates)
+        if why == unconnected.NOBODY:
             message = f"nobody answers at {router.address} (is `chairlift serve` running there?)"
         elif why is not None:
             message = f"no connection to the router at {router.address}: {why}"

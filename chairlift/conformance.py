@@ -19,7 +19,7 @@ from chairlift.flag_numbers import positive
 from chairlift.parser import Parser
 from chairlift.protocol_checks import CHECKS
 from chairlift.step_driver import ExecutorDriver, Failure, ended_by
-from rpc import tls
+from rpc import tls, unconnected
 from rpc.address import Address, AddressError
 from rpc.channel import connect
 from rpc.errors import StartError
@@ -86,7 +86,7 @@ async def run(
         try:
             await subject.driver.open(subject.scheduler_id)
         except grpc.aio.AioRpcError as error:
-            why = tls.explained(error.details() or "", certificates) or str(ended_by(error))
+            why = unconnected.explained(error.details() or "", certificates) or str(ended_by(error))
             if error.code() in _UNTESTED:
                 raise UntestedError(
                     f"the executor at {address} could not be tested: {_UNTESTED[error.code()]} ({why})"

@@ -13,7 +13,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc import tls
+from rpc import tls, unconnected
 from rpc.address import Address
 from rpc.cancel import heed_cancel
 from rpc.channel import connect
@@ -51,7 +51,7 @@ async def _missing(health: "health_pb2_grpc.HealthAsyncStub", certificates: tls.
         answer = await health.Check(health_pb2.HealthCheckRequest())
     except grpc.aio.AioRpcError as error:
         heed_cancel()
-        why = tls.explained(error.details() or "", certificates)
-        return why if why is not None and why.startswith((tls.NOBODY, tls.CLOSES)) else None
+        why = unconnected.explained(error.details() or "", certificates)
+        return why if why is not None and why.startswith((unconnected.NOBODY, unconnected.CLOSES)) else None
     is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     return None if is_serving else "it has nobody to compute yet"

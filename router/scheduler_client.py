@@ -33,7 +33,8 @@ from rpc.address import Address
 from rpc.cancel import heed_cancel
 from rpc.channel import Line
 from rpc.errors import RequestError, from_call
-from rpc.tls import Tls, explained
+from rpc.tls import Tls
+from rpc.unconnected import explained
 
 _MIN_RETRY_SECONDS: Final = 0.05
 _MAX_RETRY_SECONDS: Final = 1.0

@@ -9,7 +9,7 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc import tls
+from rpc import tls, unconnected
 from rpc.address import Address, AddressError
 from rpc.channel import connect_blocking
 from rpc.errors import StartError
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_TIMEOUT_SECONDS)
         except grpc.RpcError as error:
             details = error.details() or ""
-            why = tls.explained(details, certificates) or details
+            why = unconnected.explained(details, certificates) or details
             return _say(f"{address}: {error.code().name} {why}", 1)
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return 0

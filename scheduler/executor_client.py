@@ -13,7 +13,8 @@ from protos.v1 import executor_pb2, executor_pb2_grpc
 from rpc.address import Address
 from rpc.cancel import heed_cancel
 from rpc.channel import Line
-from rpc.tls import Tls, explained
+from rpc.tls import Tls
+from rpc.unconnected import explained
 from scheduler import wire
 from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import Capacity, StepResult

@@ -14,7 +14,8 @@ from rpc import tls
 from rpc.address import Address
 from rpc.channel import Line, connect, connect_blocking
 from rpc.errors import StartError
-from rpc.tls import Tls, TlsFiles, explained
+from rpc.tls import Tls, TlsFiles
+from rpc.unconnected import explained
 from tests.rig import descriptors
 from tests.rig.certificates import Authority
 from tests.rig.tls_faults import HARMLESS, MAX_MESSAGE_BYTES, REFUSALS, serving
@@ -101,29 +102,6 @@ async def test_who_does_not_fit_is_refused_and_told_why(case: str, ca: Authority
         assert why in await ask(address, client)
         if case in HARMLESS:
             assert await ask(address, Tls(ca.issue("good").files(ca.cert))) == ""
-
-
-@pytest.mark.parametrize(
-    ("details", "told"),
-    [
-        (
-            "failed to connect to all addresses; last error: Failed parsing HTTP/2 (Expected SETTINGS frame)",
-            "it does not speak gRPC there (is it the port of --http?)",
-        ),
-        ("DNS resolution failed for lift:50051: Domain name not found", "its host name is not known"),
-        (
-            "errors resolving lift:50051: [field:hostname lookup error:address lookup failed for lift:50051]",
-            "its host name is not known",
-        ),
-    ],
-)
-def test_a_wrong_port_and_a_wrong_name_are_told_apart_from_nobody(details: str, told: str) -> None:
-    assert explained(details, None) == told
-
-
-def test_what_is_no_failure_to_connect_is_not_explained(ca: Authority) -> None:
-    assert explained("the prompt has 600 tokens", None) is None
-    assert explained("failed to connect to all addresses; last error: Connection refused", None) == tls.NOBODY
 
 
 # --- files that change --------------------------------------------------------------------------------
