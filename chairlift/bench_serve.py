@@ -11,22 +11,19 @@ or OpenAI's HTTP (`--url`), so other servers can be measured too.
 import argparse
 import asyncio
 import contextlib
-import importlib
 import itertools
 import json
-import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from chairlift.calls import API_KEY_VARIABLE, router_at
+from chairlift.bench_doors import Send, grpc_door, openai_door
 from chairlift.flag_files import to_write
 from chairlift.flag_numbers import positive, whole
 from chairlift.lab import pictures
@@ -35,23 +32,8 @@ from chairlift.open_loop import LATE_SECONDS, Due, Limits, Seen, poisson, prompt
 from chairlift.parser import Parser
 from chairlift.results import ChairliftError
 from chairlift.router_flags import add_flags, from_flags, given_flags, waited_for
-from protos.v1 import common_pb2, router_pb2
 from rpc.address import AddressError
 from rpc.errors import StartError
-
-
-class Counts(NamedTuple):
-    """Tokens of one answer, and those of its prompt that were found in the server's cache; None: untold."""
-
-    num_tokens: int
-    num_cached: int | None
-
-
-Send = Callable[[list[int], int, Callable[[], None]], Awaitable[Counts]]
-"""Sends one request (prompt, most tokens), tells each time when tokens came, and returns how many did in all.
-
-Raises ChairliftError."""
-DEFAULT_VOCAB_SIZE = 32_000
 
 
 def main(argv: list[str]) -> int:
@@ -142,10 +124,9 @@ def _dues(options: argparse.Namespace) -> list[Due]:
 
 
 async def _measure(options: argparse.Namespace, dues: list[Due]) -> tuple[dict[str, Any], list[Seen]]:
-    door = _openai(options) if options.url is not None else _grpc(options)
-    async with door as (send, vocab_size):
+    async with await _door(options) as (send, vocab_size):
         warm_up = [Due(0.0, 16, 8)] * options.warm_up
-        texts = prompts([*dues, *warm_up], vocab_size, options.prompt_seed)
+        texts = prompts([*dues, *warm_up], options.vocab_size or vocab_size, options.prompt_seed)
         await asyncio.gather(*(send(prompt, 8, lambda: None) for prompt in texts[len(dues) :]))
         limits = Limits(options.ttft_limit, options.itl_limit)
         cpu_before, began = time.process_time(), time.monotonic()
@@ -155,6 +136,18 @@ async def _measure(options: argparse.Namespace, dues: list[Due]) -> tuple[dict[s
             )
         seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_before
         return report(seen, limits, seconds=seconds, cpu_seconds=cpu_seconds), seen
+
+
+async def _door(options: argparse.Namespace) -> contextlib.AbstractAsyncContextManager[tuple[Send, int]]:
+    """The one that is asked for, once the server is there as far as `--wait` says. Raises StartError."""
+    if options.url is not None:
+        return openai_door(options.url, options.model)
+    try:
+        router = from_flags(options)
+    except AddressError as error:
+        raise StartError(str(error)) from error
+    await waited_for(router, options, "chairlift bench serve")
+    return grpc_door(router, options.model)
 
 
 async def run_load(
@@ -197,109 +190,6 @@ def _progress(total: int) -> Any:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda: progress.advance(task)
-
-
-# --- the two doors ------------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def _grpc(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
-    try:
-        where = from_flags(options)
-    except AddressError as error:
-        raise StartError(str(error)) from error
-    await waited_for(where, options, "chairlift bench serve")
-    async with router_at(where) as router:
-        model = await router.GetModel(router_pb2.GetModelRequest(), metadata=where.metadata)
-
-        async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> Counts:
-            request = router_pb2.GenerateRequest(
-                model=options.model,
-                token_ids=router_pb2.TokenIds(ids=prompt),
-                sampling=common_pb2.SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens),
-            )
-            call = router.Generate(request, metadata=where.metadata)
-            num_tokens, num_cached = 0, None
-            try:
-                async for event in call:
-                    if event.HasField("prompt_info"):
-                        num_cached = event.prompt_info.num_cached_tokens
-                    if event.HasField("delta") and event.delta.token_ids:
-                        came()
-                        num_tokens += len(event.delta.token_ids)
-            except grpc.aio.AioRpcError as error:
-                raise ChairliftError(error.code().name, error.details() or "") from error
-            finally:
-                call.cancel()
-            return Counts(num_tokens, num_cached)
-
-        yield send, options.vocab_size or model.vocab_size
-
-
-@contextlib.asynccontextmanager
-async def _openai(options: argparse.Namespace) -> AsyncIterator[tuple[Send, int]]:
-    """Tokens are counted by the usage at the end: a message may bring several, or a part of a character."""
-    try:
-        httpx = importlib.import_module("httpx2")
-    except ImportError as error:
-        raise StartError(
-            "--url needs httpx2, which is not installed: pip install 'chairlift[bench]'"
-        ) from error
-    api_key = os.environ.get(API_KEY_VARIABLE, "")
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    socket = options.url.removeprefix("unix:") if options.url.startswith("unix:") else None
-    base = "http://localhost/v1" if socket else options.url.rstrip("/")
-    unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    way = httpx.AsyncHTTPTransport(uds=socket, limits=unlimited)
-    async with httpx.AsyncClient(headers=headers, timeout=None, transport=way) as client:
-        try:
-            model = options.model or (await client.get(f"{base}/models")).json()["data"][0]["id"]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-            raise StartError(f"--url {options.url}: {base}/models cannot be read ({error!r})") from error
-
-        async def send(prompt: list[int], max_tokens: int, came: Callable[[], None]) -> Counts:
-            body = {
-                "model": model,
-                "prompt": prompt,
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            try:
-                async with client.stream("POST", f"{base}/completions", json=body) as response:
-                    if response.is_error:
-                        raise ChairliftError(f"HTTP {response.status_code}", "refused")
-                    return await read_events(response.aiter_lines(), came)
-            except (httpx.HTTPError, ValueError) as error:
-                raise ChairliftError(type(error).__name__, str(error)) from error
-
-        yield send, options.vocab_size or DEFAULT_VOCAB_SIZE
-
-
-async def read_events(events: AsyncIterator[str], came: Callable[[], None]) -> Counts:
-    """The chunks of one streamed completion; returns its numbers of tokens.
-
-    Raises:
-        ValueError: a chunk that is none.
-        ChairliftError: the server's own error event.
-    """
-    num_chunks, counted, num_cached = 0, None, None
-    async for line in events:
-        text = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or text == "[DONE]":
-            continue
-        chunk = json.loads(text)
-        if "error" in chunk:
-            raise ChairliftError("HTTP error event", str(chunk["error"]))
-        if any(choice.get("text") for choice in chunk.get("choices") or ()):
-            came()
-            num_chunks += 1
-        usage = chunk.get("usage") or {}
-        counted = usage.get("completion_tokens", counted)
-        num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", num_cached)
-    return Counts(num_chunks if counted is None else counted, num_cached)
 
 
 # --- what is shown ------------------------------------------------------------------------------------

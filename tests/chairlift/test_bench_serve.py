@@ -1,7 +1,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,14 @@ import pytest
 
 from chairlift import bench_serve
 from chairlift.__main__ import main
-from chairlift.bench_serve import Counts
-from chairlift.open_loop import Due
+from chairlift.bench_doors import Counts, Send
+from chairlift.open_loop import Due, Seen
 from chairlift.own_service import own_service
 from chairlift.results import ChairliftError
 from tests.rig import tiny_model
 
 
-async def nothing_waits(
-    send: bench_serve.Send, dues: list[Due], timeout_seconds: float = 60
-) -> list[bench_serve.Seen]:
+async def nothing_waits(send: Send, dues: list[Due], timeout_seconds: float = 60) -> list[Seen]:
     return await bench_serve.run_load(
         send, dues, [[1]] * len(dues), timeout_seconds=timeout_seconds, advance=lambda: None
     )
@@ -59,29 +57,6 @@ async def test_a_failure_is_that_requests_own() -> None:
         "the answer had no token",
         "",
     ]
-
-
-async def test_events_of_a_stream_are_read_and_tokens_counted_by_the_usage() -> None:
-    async def events(*chunks: Any) -> AsyncIterator[str]:
-        for chunk in chunks:
-            yield f"data: {json.dumps(chunk)}"
-            yield ""
-        yield ": a comment"
-        yield "data: [DONE]"
-
-    arrivals: list[int] = []
-    text = [{"choices": [{"text": "ab"}], "usage": None}, {"choices": [{"text": ""}]}]
-    usage: dict[str, Any] = {"completion_tokens": 7}
-    last = {"choices": [], "usage": usage}
-    counts = await bench_serve.read_events(events(*text, *text, last), lambda: arrivals.append(1))
-    assert counts == (7, None)
-    assert len(arrivals) == 2
-    assert await bench_serve.read_events(events(*text), lambda: None) == (1, None)
-    for details, found in ((None, None), ({"cached_tokens": 4}, 4)):
-        usage["prompt_tokens_details"] = details
-        assert await bench_serve.read_events(events(*text, last), lambda: None) == (7, found)
-    with pytest.raises(ChairliftError, match="too long"):
-        await bench_serve.read_events(events({"error": {"message": "too long"}}), lambda: None)
 
 
 NAN, UNTIMED = "nan.csv", "untimed.jsonl"
