@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from chairlift.about import about
 from chairlift.lab.changes import ChangeError, add_flags, change_of, check_fleet
@@ -14,7 +13,7 @@ from chairlift.lab.fit import FitError
 from chairlift.lab.replay import DifferentError, Report, UnreadableError, replay_file
 from chairlift.lab.what_if import Change, Latencies, fitted, modelled, recorded
 from chairlift.parser import Parser
-from chairlift.tables import show
+from chairlift.tables import compared, seconds, show
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> int:
         columns, title = _compared(report, change)
     except (ChangeError, FitError) as error:
         return _refused(options, str(error))
-    show(_table(columns, title))
+    show(compared(title, columns, _CELLS))
     changed = columns["what if"]
     if 0 < changed.requests == changed.refused:
         print("chairlift replay: under these settings every request is refused", file=sys.stderr)
@@ -91,30 +90,14 @@ def _compared(report: Report, change: Change) -> tuple[dict[str, Latencies], str
     return columns, f"step times fitted to {fit.sentence}"
 
 
-def _table(columns: dict[str, Latencies], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for head, cell in _CELLS.items():
-        table.add_row(head, *(cell(item) for item in columns.values()))
-    return table
-
-
-def _seconds(value: float) -> str:
-    if value != value:  # noqa: PLR0124 - NaN: nobody came to that
-        return "-"
-    return f"{value:,.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
-
-
 _CELLS: dict[str, Callable[[Latencies], str]] = {
     "requests": lambda item: f"{item.requests:,}",
     "output tokens": lambda item: f"{item.output_tokens:,}",
-    "first token p50": lambda item: _seconds(item.first_token_p50),
-    "first token p99": lambda item: _seconds(item.first_token_p99),
-    "between tokens p50": lambda item: _seconds(item.between_tokens_p50),
-    "between tokens p99": lambda item: _seconds(item.between_tokens_p99),
-    "whole time, mean": lambda item: _seconds(item.total_mean),
+    "first token p50": lambda item: seconds(item.first_token_p50),
+    "first token p99": lambda item: seconds(item.first_token_p99),
+    "between tokens p50": lambda item: seconds(item.between_tokens_p50),
+    "between tokens p99": lambda item: seconds(item.between_tokens_p99),
+    "whole time, mean": lambda item: seconds(item.total_mean),
     "ended by themselves, in time": lambda item: f"{item.in_time:,}",
     "preemptions": lambda item: f"{item.preemptions:,}",
     "refused": lambda item: f"{item.refused:,}",

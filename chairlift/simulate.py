@@ -1,7 +1,6 @@
 """`chairlift simulate`: runs a load under several schedulers, on the server's own core, in logical time."""
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 
@@ -20,7 +19,7 @@ from chairlift.lab.schemes import SCHEMES
 from chairlift.lab.setups import Choice, SetupError, add_flags, at_rate, choice_of
 from chairlift.lab.step_times import StepTimesError
 from chairlift.parser import Parser
-from chairlift.tables import show
+from chairlift.tables import compared, figure, seconds, show
 
 _ADVANCE_EVERY = 64  # requests: a bar that moves more often costs more than it tells
 
@@ -139,36 +138,22 @@ def _counted(load: Load, progress: Progress, task: TaskID) -> Iterator[Arrival]:
 def table(summaries: list[Summary], rate: float | None = None) -> Table:
     """A column for each run, all at this rate; a dash where nobody came to that."""
     at = "" if rate is None else f", {rate:g} a second"
-    result = Table(title=_title(summaries[0]) + at, title_justify="left")
-    result.add_column("")
-    for item in summaries:
-        result.add_column(item.scheme, justify="right")
-    for head, cell in _CELLS.items():
-        result.add_row(head, *(cell(item) for item in summaries))
-    return result
-
-
-def _seconds(value: float) -> str:
-    return _figure(value, "{:,.2f} s") if not value < 1 else _figure(1000 * value, "{:.1f} ms")
+    return compared(_title(summaries[0]) + at, {item.scheme: item for item in summaries}, _CELLS)
 
 
 def _share(value: float) -> str:
-    return _figure(100 * value, "{:.1f} %")
-
-
-def _figure(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else form.format(value)
+    return figure(100 * value, "{:.1f} %")
 
 
 _CELLS: dict[str, Callable[[Summary], str]] = {
-    "output tokens/s": lambda item: _figure(item.output_tokens_per_second, "{:,.0f}"),
-    "first token p50": lambda item: _seconds(item.first_token_p50),
-    "first token p99": lambda item: _seconds(item.first_token_p99),
-    "between tokens p50": lambda item: _seconds(item.between_tokens_p50),
-    "between tokens p99": lambda item: _seconds(item.between_tokens_p99),
-    "whole time by tokens p50": lambda item: _seconds(item.per_output_token_p50),
-    "rows of a step": lambda item: _figure(item.mean_rows, "{:.1f}"),
-    "running, by time": lambda item: _figure(item.mean_running, "{:.1f}"),
+    "output tokens/s": lambda item: figure(item.output_tokens_per_second, "{:,.0f}"),
+    "first token p50": lambda item: seconds(item.first_token_p50),
+    "first token p99": lambda item: seconds(item.first_token_p99),
+    "between tokens p50": lambda item: seconds(item.between_tokens_p50),
+    "between tokens p99": lambda item: seconds(item.between_tokens_p99),
+    "whole time by tokens p50": lambda item: seconds(item.per_output_token_p50),
+    "rows of a step": lambda item: figure(item.mean_rows, "{:.1f}"),
+    "running, by time": lambda item: figure(item.mean_running, "{:.1f}"),
     "KV held": lambda item: _share(item.kv_held_share),
     "of it with tokens": lambda item: _share(item.kv_filled_share),
     "preemptions": lambda item: f"{item.preemptions:,}",

@@ -1,7 +1,7 @@
 import pytest
 from rich.table import Table
 
-from chairlift.tables import show
+from chairlift.tables import compared, seconds, show
 from tests.chairlift.gone import NobodyReads
 
 
@@ -32,3 +32,12 @@ def test_a_reader_that_has_gone_is_left_to_the_command(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.stdout", NobodyReads())
     with pytest.raises(BrokenPipeError):  # rich would make it exit code 1
         show(Table("name"))
+
+
+def test_things_of_one_kind_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    show(compared("waits", {"now": 0.25, "then": 1250.0, "never": float("nan")}, {"mean": seconds}))
+    out = capsys.readouterr().out
+    [names] = [line for line in out.splitlines() if "never" in line]
+    [row] = [line for line in out.splitlines() if "mean" in line]
+    assert [name.strip() for name in names.split("┃")[1:-1]] == ["", "now", "then", "never"]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["mean", "250.0 ms", "1,250.00 s", "-"]
