@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from chairlift.lab.loads import Load, read_trace
-from chairlift.lab.run import Setup, served, settle
+from chairlift.lab.run import Setup, configure_collector, served
 from chairlift.lab.step_times import Linear
 from scheduler.policy import Limits
 
@@ -45,7 +45,7 @@ def main() -> None:
         max_num_seqs=options.seats,
         limits=Limits(window=1, prefix_caching=False),
     )
-    settle()
+    configure_collector()
     before = time.process_time()
     loop = served(setup, load)
     seconds = time.process_time() - before

@@ -9,7 +9,7 @@ from chairlift.about import about
 from chairlift.flag_files import to_write
 from chairlift.lab.capacity import Targets, TargetsError, fewest_executors, highest_rate
 from chairlift.lab.loads import LoadError
-from chairlift.lab.run import Summary, settle, simulate
+from chairlift.lab.run import Summary, configure_collector, simulate
 from chairlift.lab.schemes import SCHEMES
 from chairlift.lab.setups import (
     MAX_EXECUTORS,
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         if not wants_executors:
             options.rate = 1.0  # where the search begins
         choice = choice_of(options)
-        settle()
+        configure_collector()
         search = _executors if wants_executors else _rate
         told, found = search(choice, targets, options.scheme)
         if options.json is not None:

@@ -14,7 +14,7 @@ from chairlift.flag_numbers import positives
 from chairlift.lab import pictures
 from chairlift.lab.loads import Load, LoadError
 from chairlift.lab.loop import Arrival
-from chairlift.lab.run import Setup, Summary, longest, settle, simulate
+from chairlift.lab.run import Setup, Summary, configure_collector, longest, simulate
 from chairlift.lab.schemes import SCHEMES
 from chairlift.lab.setups import Choice, SetupError, add_flags, at_rate, choice_of
 from chairlift.lab.step_times import StepTimesError
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         schemes = list(dict.fromkeys(options.scheme or ["chairlift"]))
         choices = [at_rate(choice, rate) for rate in options.rates or ()] or [choice]
         watches = options.png is not None and not options.rates
-        settle()
+        configure_collector()
         runs = [_run(each, schemes, quiet=options.quiet, watches=watches) for each in choices]
         if options.json is not None:
             options.json.write_text(json.dumps(_figures(options.rates, runs), indent=2) + "\n")

@@ -82,8 +82,8 @@ class Summary:
         }
 
 
-def settle() -> None:
-    """For a process that only simulates: its collector hurries no more than the server's does."""
+def configure_collector() -> None:
+    """For a process that only simulates: it collects garbage as rarely as the server does."""
     collector.configure()
 
 
