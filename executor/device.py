@@ -33,27 +33,15 @@ class StepOutput:
     """What one step chose, and the microseconds that the forward pass and the sampling took.
 
     `sampled` has one entry for each sampling row. `prompt_logprobs` are those of the stretches that
-    `StepInputs.scored` names, without any that are no numbers; they belong to the forward pass.
+    `StepInputs.scored` names, without any that are no numbers; they belong to the forward pass. `idle_us` is
+    how long the device stood still before the step, where it was launched ahead; else 0.
     """
 
     sampled: Sampled
     prompt_logprobs: list[PromptLogprobs]
     forward_us: int
     sample_us: int
-
-
-@dataclass(frozen=True, slots=True)
-class LateOutput:
-    """What a step that was waited for later chose, and the device's microseconds.
-
-    They are those of standing still before it, of the forward pass, and of the sampling.
-    """
-
-    sampled: Sampled
-    prompt_logprobs: list[PromptLogprobs]
-    idle_us: int
-    forward_us: int
-    sample_us: int
+    idle_us: int = 0
 
 
 class Pipeline(Protocol):
@@ -62,7 +50,7 @@ class Pipeline(Protocol):
     def launch(self, batch: StepBatch, settle_before: Callable[[], None]) -> Any:
         """Ask for a step. What is returned can `wait()`, in any thread, and is to be collected."""
 
-    def collect(self, launched: Any) -> LateOutput:
+    def collect(self, launched: Any) -> StepOutput:
         """A launched step's results, in the order of the launches."""
 
     def forget(self) -> None:

@@ -16,8 +16,8 @@ from executor.logprobs import IMPOSSIBLE
 from executor.plan import TokenLogprobs
 
 
-def asked(table: Tensor, token_ids: Tensor, most: int) -> dict[str, Tensor]:
-    """What reports are worded from, `token_ids` (int64) having one entry for each row of `table`.
+def report_parts(table: Tensor, token_ids: Tensor, most: int) -> dict[str, Tensor]:
+    """What `reports` are made of, on the device; `token_ids` (int64) has one entry for each row of `table`.
 
     `most` is the most alternatives that any of them wants.
     """
@@ -50,10 +50,10 @@ def _tops(table: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[:, :count], ids.gather(1, order)[:, :count]
 
 
-def worded(
+def reports(
     parts: Mapping[str, NDArray[Any]], token_ids: Sequence[int], num_tops: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """The reports, when the numbers are there."""
+    """The reports, once their `parts` are on the host: on one token each, with so many alternatives."""
     nothing = np.empty((len(token_ids), 0))
     top_ids = parts.get("top_ids", nothing.astype(np.int64))
     top_logprobs = parts.get("top_logprobs", nothing)

@@ -167,7 +167,7 @@ def chosen(
         token_ids[drawn] = _draw(logits[drawn], highest.where(finite, 0.0)[drawn], given, filter_rows)
     parts = {"token_ids": token_ids, "highest": highest}
     if table is not None:
-        parts |= late_logprobs.asked(table, token_ids[given["asked"]], most_tops)
+        parts |= late_logprobs.report_parts(table, token_ids[given["asked"]], most_tops)
     return parts
 
 
@@ -246,7 +246,7 @@ def sampled(parts: Mapping[str, NDArray[Any]], asked_for: Wishes) -> Sampled:
     chances: list[TokenLogprobs | None] = [None] * len(token_ids)
     if asked_for.asked:
         own = [token_ids[index] for index in asked_for.asked]
-        reports = late_logprobs.worded(parts, own, asked_for.num_tops)
+        reports = late_logprobs.reports(parts, own, asked_for.num_tops)
         for index, report in zip(asked_for.asked, reports, strict=True):
             chances[index] = report if errors[index] is None else None
     return Sampled(token_ids, chances, errors)

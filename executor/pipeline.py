@@ -30,7 +30,7 @@ from torch import Tensor
 from executor import late_logprobs, late_sampler, logprobs
 from executor.accelerator import Accelerator, Event
 from executor.captured import CapturedDecode
-from executor.device import LateOutput
+from executor.device import StepOutput
 from executor.inputs import StepBatch, StepInputs
 from executor.kv_cache import KVCache, begun_blocks
 from executor.late_sampler import Wishes
@@ -162,7 +162,7 @@ class Pipeline:
             # Room for what the first rank chooses.
             self._last_ids = self._share(torch.empty_like(hidden.step.logits_indices))
 
-    def collect(self, launched: Launched) -> LateOutput:
+    def collect(self, launched: Launched) -> StepOutput:
         """A step's results. Waits for them; steps are collected in their order."""
         launched.wait()
         numbers = {} if launched.parcel is None else launched.parcel.unpack()
@@ -170,12 +170,12 @@ class Pipeline:
         if launched.batch.sample_rows:
             sampled = late_sampler.sampled(numbers, launched.wishes)
         before = launched.before
-        return LateOutput(
+        return StepOutput(
             sampled,
             _prompt_logprobs(launched.batch.inputs, numbers),
-            0 if before is None else max(0, launched.started.us_since(before)),
             launched.forwarded.us_since(launched.started),
             launched.ended.us_since(launched.forwarded),
+            idle_us=0 if before is None else max(0, launched.started.us_since(before)),
         )
 
     def forget(self) -> None:
@@ -240,7 +240,7 @@ class Pipeline:
             for indices in logprobs.slices(scored, self._vocab_size, self._accelerator.device):
                 wanted = token_ids[start : start + len(indices)]
                 logits = self._model.head(hidden, indices)
-                slice_parts = late_logprobs.asked(
+                slice_parts = late_logprobs.report_parts(
                     logprobs.table_of(logits), wanted, min(scored.stretch.num_top, self._vocab_size)
                 )
                 slice_parts["finite"] = logits.amax(dim=-1).isfinite().all()[None]
@@ -277,6 +277,6 @@ def _prompt_logprobs(inputs: StepInputs, numbers: dict[str, NDArray[np.generic]]
         tokens = []
         for first, parts in slices.items():
             token_ids = stretch.token_ids[first : first + len(parts["ranks"])]
-            tokens += late_logprobs.worded(parts, token_ids, [stretch.num_top] * len(token_ids))
+            tokens += late_logprobs.reports(parts, token_ids, [stretch.num_top] * len(token_ids))
         reports.append(PromptLogprobs(stretch.seq_id, stretch.first_position, tokens))
     return reports

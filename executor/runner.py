@@ -14,7 +14,7 @@ import torch
 
 from executor import logprobs, sampler, selection, self_test
 from executor.constraints import Constraint, Constraints, Matcher
-from executor.device import Fingerprints, LateOutput, StepOutput
+from executor.device import Fingerprints, StepOutput
 from executor.device_memory import check_weights_fit
 from executor.inputs import SampleRow, Scored, StepInputs, build_inputs
 from executor.kv_cache import (
@@ -325,7 +325,6 @@ class ModelRunner:
         """
         blocks = np.array([self._kv_cache.trash_block_id], dtype=np.int32)
         batch = build_inputs([Row(0, [0], 0, blocks, SamplingParams(max_tokens=1), 0, ())], self.block_size)
-        output: StepOutput | LateOutput
         if self._pipeline is None:
             output = self.step(batch.inputs, batch.sample_rows)
         else:

@@ -76,7 +76,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose = choose) -
     """
     asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     table = logprobs.table_of(logits[asked]) if asked else None
-    rows, faults = hold(logits, rows)
+    rows, faults = constrain(logits, rows)
     adjust(logits, rows)
     token_ids, highest = choose(logits, rows)
     errors = [faults.get(index) or error_of(value) for index, value in enumerate(highest)]
@@ -89,8 +89,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose = choose) -
     return Sampled(token_ids, chances, errors)
 
 
-def hold(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Sequence[SampleRow], dict[int, str]]:
-    """Exclude what constraints do, in place; returns the rows, and what is wrong by row.
+def constrain(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Sequence[SampleRow], dict[int, str]]:
+    """Exclude in place what constraints do. Returns the rows as they are to be taken, and faults by row.
 
     An output that must end now may do so before its `min_tokens`.
     """

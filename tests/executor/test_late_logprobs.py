@@ -45,7 +45,7 @@ def test_alternatives_and_ranks_are_those_of_a_stable_sort(
     table = logprobs.table_of(torch.from_numpy(logits).float())
     token_ids = torch.from_numpy(rng.integers(0, size, num_rows))
     with Sorts() as sorts:
-        parts = late_logprobs.asked(table, token_ids, most)
+        parts = late_logprobs.report_parts(table, token_ids, most)
     values, order = table.sort(dim=-1, descending=True, stable=True)
     assert parts["ranks"].tolist() == (1 + (order == token_ids[:, None]).int().argmax(dim=-1)).tolist()
     if most:
@@ -56,7 +56,7 @@ def test_alternatives_and_ranks_are_those_of_a_stable_sort(
 
 def test_a_row_of_no_numbers_has_no_alternatives_and_leaves_the_others_theirs() -> None:
     logits = torch.tensor([[3.0, torch.nan, 1.0], [3.0, 1.0, 3.0]])
-    parts = late_logprobs.asked(logprobs.table_of(logits), torch.tensor([0, 2]), 2)
-    reports = late_logprobs.worded({name: each.numpy() for name, each in parts.items()}, [0, 2], [2, 2])
+    parts = late_logprobs.report_parts(logprobs.table_of(logits), torch.tensor([0, 2]), 2)
+    reports = late_logprobs.reports({name: each.numpy() for name, each in parts.items()}, [0, 2], [2, 2])
     assert [report.top_token_ids for report in reports] == [(), (0, 2)]
     assert reports[1].rank == 2

@@ -102,7 +102,7 @@ def other_alternatives(machine: Machine, num_rows: int, vocab_size: int) -> Iter
     token_ids = torch.arange(num_rows, device=machine.device) * 7 % vocab_size
     for name, logits in logits_of(machine, num_rows, vocab_size):
         table = logits.double().log_softmax(dim=-1)
-        parts = late_logprobs.asked(table, token_ids, MOST_ALTERNATIVES)
+        parts = late_logprobs.report_parts(table, token_ids, MOST_ALTERNATIVES)
         values, order = table.sort(dim=-1, descending=True, stable=True)
         ranks = 1 + (order == token_ids[:, None]).int().argmax(dim=-1)
         tops = order[:, :MOST_ALTERNATIVES], values[:, :MOST_ALTERNATIVES]
@@ -128,7 +128,7 @@ def timed(
     table = logits.double().log_softmax(dim=-1)
 
     def selected() -> None:
-        late_logprobs.asked(table, rows, 5)
+        late_logprobs.report_parts(table, rows, 5)
 
     def in_order() -> None:
         table.sort(dim=-1, descending=True, stable=True)

@@ -59,13 +59,13 @@ def test_a_cut_that_is_off_by_one_token_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_alternatives_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = late_logprobs.asked
+    report_parts = late_logprobs.report_parts
 
     def ties_reversed(table: Tensor, token_ids: Tensor, most: int) -> dict[str, Tensor]:
-        parts = asked(table, token_ids, most)
+        parts = report_parts(table, token_ids, most)
         return parts | {"top_ids": parts["top_ids"].flip(-1)}
 
-    monkeypatch.setattr(late_logprobs, "asked", ties_reversed)
+    monkeypatch.setattr(late_logprobs, "report_parts", ties_reversed)
     here = Machine(FakeDevice())
     assert len(list(filters_part.other_alternatives(here, 2, 300))) == 5
 
