@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _ask(router: Router, request_id: str, tenant: str) -> router_pb2.ExplainResponse:
-    names = [request_id]  # whoever named a request of his own may have begun like that
+    names = [request_id]  # as given first: a client may have named its own request like that
     if prefix := _OF_HTTP.match(request_id):
         names.append(request_id[prefix.end() :])
     async with router_at(router) as stub:

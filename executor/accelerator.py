@@ -70,7 +70,7 @@ class CudaEvent:
     """`Event` of CUDA."""
 
     def __init__(self) -> None:
-        # Who waits sleeps meanwhile: one that spins takes a core from the threads that make the next step.
+        # A thread that waits sleeps: if it spun, it would take a core from those that prepare the next step.
         self.mark: Any = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
@@ -90,8 +90,9 @@ class CudaEvent:
 class Cuda:
     """`Accelerator` of CUDA. A graph shares the memory of the one captured before it, while that lives.
 
-    One runs at a time. A pool is shared by its graph and not by its id: when its last graph is gone the
-    allocator counts it as nobody's, keeps it while anything lies in it, and takes its id for a mistake.
+    They can share it because only one runs at a time. The memory pool is asked of a living graph, not kept by
+    its id: once its last graph is gone, the allocator counts the pool as nobody's (though it keeps it while
+    anything lies in it), and to name its id is an error.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -104,9 +104,8 @@ class Constraints:
         self._eos_token_ids = np.array(eos_token_ids, dtype=np.int64)
         vocabulary = _Vocabulary(tokens, special_ids, eos_token_ids)
         self._threads = ThreadPoolExecutor(1, "constraints")
-        self._tokenizer = self._threads.submit(
-            vocabulary.indexed
-        )  # up to seconds, and nobody waits for it yet
+        # It takes up to seconds, and nobody waits for it yet.
+        self._tokenizer = self._threads.submit(vocabulary.indexed)
         self._limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]  # of one type each
         self._built: OrderedDict[Constraint, llguidance.LLMatcher] = OrderedDict()
 

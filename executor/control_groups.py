@@ -14,9 +14,8 @@ def own_groups(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
         lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ()
-    own = groups / next((line for line in lines if line.startswith("0::")), "").removeprefix("0::").lstrip(
-        "/"
-    )
+    line = next((line for line in lines if line.startswith("0::")), "")
+    own = groups / line.removeprefix("0::").lstrip("/")
     return (own, *own.parents)
 
 

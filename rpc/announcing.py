@@ -1,6 +1,6 @@
 """Lines on stdout for whoever started this process: where it listens, that it is ready.
 
-One that has heard enough may close it, or read no further: neither stops or ends anything.
+The reader may close it, or stop reading: neither holds this process up, or ends it.
 """
 
 import atexit
@@ -11,7 +11,7 @@ from rpc.line_writer import LineWriter
 
 
 def announce(line: str) -> None:
-    """Says it, where stdout was open at the start. Waits for nothing."""
+    """Writes the line, if stdout was open at the start. Waits for nothing."""
     if sys.stdout is not None:
         _writer().take(line + "\n")
 

@@ -45,7 +45,7 @@ def connect_blocking(address: Address, *, max_message_bytes: int, tls: Tls | Non
 
 
 class Line:
-    """A channel for long: made anew, between two of its streams, when certificate files have changed."""
+    """A long-lived channel: made anew, between two of its streams, when certificate files have changed."""
 
     def __init__(self, address: Address, *, max_message_bytes: int, tls: Tls | None) -> None:
         self._address = address
@@ -55,7 +55,7 @@ class Line:
         self.channel = self._made()
 
     async def renew(self) -> bool:
-        """Whether `channel` is another one from now on; calls on the one before are cancelled."""
+        """Replaces `channel` if the files have changed, and cancels calls on the old one. Whether it did."""
         newest = self._tls and self._tls.current()
         if newest is self._made_with:
             return False

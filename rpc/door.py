@@ -34,7 +34,7 @@ Handler = Any  # an RpcMethodHandler; the stubs of grpc describe synchronous beh
 
 
 def admit_all(_metadata: Metadata) -> None:
-    """Where nobody is asked who he is."""
+    """Lets every caller in: no keys are wanted."""
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone

@@ -17,7 +17,8 @@ FLUSH_SECONDS: Final = 1.0
 class LineWriter:
     """Writes lines in the order in which it was given them.
 
-    Not to a stream: at its end the interpreter would wait for the lock of one that is being written to.
+    To a descriptor, not to a stream: an interpreter that exits waits for the lock of a stream that is being
+    written to.
     """
 
     def __init__(self, fd: int, tell_dropped: Callable[[int], None] = lambda _num_lines: None) -> None:

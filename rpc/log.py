@@ -60,7 +60,7 @@ def configure(service: str, *, fmt: Literal["console", "json"], level: str) -> N
 
 
 def write(line: str) -> None:
-    """A line that is finished, and for people or another process's, among those of this log."""
+    """Writes a finished line among those of this log: one for people, or one that another process logged."""
     writers = _writers()
     for writer in writers:
         writer.take(line + "\n")
@@ -71,7 +71,7 @@ def write(line: str) -> None:
 def flush() -> bool:
     """Waits until what was logged is written, for a second at most; returns whether it is.
 
-    An interpreter that ends does so by itself; who ends the process without that calls it before.
+    The interpreter does so when it exits; whoever ends the process otherwise (`os._exit`) calls this first.
     """
     return all(writer.flush() for writer in _writers())
 

@@ -79,7 +79,7 @@ class MetricsDoor:
         return str(address)
 
     def close(self) -> None:
-        """Nothing: how a process drains is what one wants to see."""
+        """Does nothing: metrics are wanted while the process drains, too."""
 
     async def stop(self) -> None:
         """Ends the server."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 def stop_signals(end_at_once: Callable[[signal.Signals], None]) -> Iterator[asyncio.Event]:
     """An event that the first of the signals sets; a second SIGTERM or SIGINT ends at once.
 
-    A second SIGHUP does not: a terminal that closes may send two. Who ignores them (`nohup`) goes on to.
+    A second SIGHUP does not: a terminal that closes may send two. Where it is ignored (`nohup`) it stays so.
     """
     loop = asyncio.get_running_loop()
     stop_asked = asyncio.Event()

@@ -90,7 +90,7 @@ class Tls:
         return self._current()
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For one channel; one that is to see new files is made anew."""
+        """For one channel, which keeps them: a channel that is to use newer files has to be made anew."""
         loaded = self._current()
         return grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
 

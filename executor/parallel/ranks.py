@@ -65,10 +65,10 @@ class Alone:
         return checkpoint
 
     def meet(self) -> None:
-        """Nobody is waited for."""
+        """There is nobody to wait for."""
 
     def agree(self, what: str, value: str) -> None:
-        """Nobody has another one."""
+        """There is no other value."""
 
     def least(self, number: int) -> int:
         """`number`."""
