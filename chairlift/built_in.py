@@ -1,4 +1,4 @@
-"""The models that `chairlift pull` knows by name: where their bytes are, and what they must hash to. Data."""
+"""The models that `chairlift pull` knows by name: where their bytes are, what they must hash to. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

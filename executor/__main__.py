@@ -18,7 +18,7 @@ from executor.device import Runner
 from executor.parallel.follower import follow
 from executor.parallel.followers import Followers
 from executor.parallel.place import Place, place_of
-from executor.servicer import serve
+from executor.serving import serve
 from executor.traces import StepTraces
 from rpc import log, settings, tracing
 from rpc.errors import StartError

@@ -1,4 +1,4 @@
-"""The device: a model, its KV cache and the sampler, driven one step at a time by one thread.
+"""A loaded model, its KV cache and the sampler, driven one step at a time by one thread.
 
 Knows no plan and no sequence: arrays come in (`executor.inputs`), chosen tokens go out.
 """

@@ -7,7 +7,7 @@ carries. All of it but the steps themselves runs on the event loop.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import quote
@@ -21,17 +21,13 @@ from executor.device import Runner, StepTimings
 from executor.device_thread import DeviceThread, Later
 from executor.late_work import LateEpochWork
 from executor.metrics import ExecutorMetrics
-from executor.model import ModelError
 from executor.plan import BatchPlan, StepResult
 from executor.sequences import PlanError, SequenceTable
 from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Superseded
 from executor.traces import StepTraces
 from executor.work import EpochWork
 from protos.v1 import executor_pb2, executor_pb2_grpc
-from rpc import server as rpc_server
-from rpc.errors import RequestError, StartError, abort, shortened
-from rpc.health import Health
-from rpc.settings import ServiceSettings
+from rpc.errors import RequestError, abort, shortened
 
 SERVICE_NAME: Final = "chairlift.v1.Executor"
 
@@ -347,92 +343,3 @@ async def _end_with(context: Context, reason: Exception) -> NoReturn:
     elif isinstance(reason, _Leaving):
         trailers = (("chairlift-leaving", "1"),)
     await context.abort(_STATUS[type(reason)], shortened(str(reason)), trailers)
-
-
-# --- the process ----------------------------------------------------------------------------------
-
-
-async def _warm(device: DeviceThread, load: Callable[[], Runner]) -> Runner:
-    """The runner that `load` makes, when it has made a real token. Raises StartError when it cannot."""
-    runner = await device.call(load)
-    try:
-        await device.call(runner.warm_up)
-    except ModelError as error:
-        raise StartError(str(error)) from error
-    return runner
-
-
-async def serve(
-    settings: ServiceSettings,
-    load: Callable[[], Runner],
-    *,
-    max_num_seqs: int,
-    token_budget: Callable[[str], int],
-    max_window: int,
-    on_device_busy: Callable[[], None] = lambda: None,
-    watch: Callable[[], Awaitable[NoReturn]] | None = None,
-    traces: StepTraces | None = None,
-) -> int:
-    """Serve the runner that `load` makes until SIGTERM; returns the exit code.
-
-    The port opens at once; health says SERVING when the runner has made a real token. `on_device_busy` is
-    called at the end when the device's thread is still at work, loading or in a step that does not return.
-    `watch` raises when something else that the runner needs is gone: it is the end, whatever the device does.
-    """
-    health = Health([SERVICE_NAME])
-    device = DeviceThread()
-    device_lost: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
-
-    def lose_device(error: BaseException) -> None:
-        health.serving(False, "the device cannot make a token any more")
-        if not device_lost.done():
-            device_lost.set_exception(error)
-
-    servicer = ExecutorServicer(
-        device,
-        max_num_seqs=max_num_seqs,
-        token_budget=token_budget,
-        max_window=max_window,
-        grace_seconds=settings.grace_seconds,
-        on_device_lost=lose_device,
-        traces=traces,
-    )
-
-    async def run() -> None:
-        work = [asyncio.ensure_future(serve_runner())]
-        if watch is not None:
-            work.append(asyncio.ensure_future(watch()))
-        try:
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            # What is watched first: it is why the device fails, if both do.
-            for each in reversed(work):
-                if each.done():
-                    await each
-        finally:
-            for each in work:
-                each.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
-
-    async def serve_runner() -> None:
-        runner = await _warm(device, load)
-        device.work_ahead = runner.work_ahead
-        servicer.ready(runner)
-        health.serving(True)
-        await device_lost
-
-    try:
-        return await rpc_server.serve(
-            settings,
-            services={
-                SERVICE_NAME: lambda server: executor_pb2_grpc.add_ExecutorServicer_to_server(
-                    servicer, server
-                )
-            },
-            health=health,
-            metrics=[servicer.metrics.families],
-            run=run,
-            drain=servicer.drain,
-        )
-    finally:
-        if not device.close():
-            on_device_busy()

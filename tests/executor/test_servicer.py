@@ -14,7 +14,8 @@ from executor.config import ExecutorSettings
 from executor.device_thread import DeviceThread
 from executor.inputs import SampleRow, StepInputs
 from executor.model import ModelError
-from executor.servicer import SERVICE_NAME, ExecutorServicer, serve
+from executor.servicer import SERVICE_NAME, ExecutorServicer
+from executor.serving import serve
 from protos.v1 import common_pb2, executor_pb2, executor_pb2_grpc
 from rpc.address import Address
 from rpc.channel import connect

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from executor import servicer
+from executor import servicer, serving
 from executor.device import Fingerprints, StepOutput, StepTimings
 from executor.inputs import SampleRow, StepInputs
 from executor.plan import BatchPlan, NewSequence, PromptLogprobs, SamplingParams, StepResult, TokenLogprobs
@@ -400,7 +400,7 @@ def main(argv: list[str] | None = None) -> None:
 
     async def serve() -> int:
         log.configure("executor", fmt="console", level=flags.log_level)
-        return await servicer.serve(
+        return await serving.serve(
             ServiceSettings(
                 listen=flags.listen, grace_seconds=flags.grace_seconds, metrics_listen=flags.metrics_listen
             ),
