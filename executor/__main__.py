@@ -124,11 +124,6 @@ async def serve_first_rank(
     loop = asyncio.get_running_loop()
     group: Group | None = None
     runner: ModelRunner | None = None
-    is_device_busy = False
-
-    def leave_device() -> None:
-        nonlocal is_device_busy
-        is_device_busy = True
 
     async with Followers(place, sys.argv[1:]) as followers:
 
@@ -141,13 +136,12 @@ async def serve_first_rank(
             group.begin_pulse(lambda lost: loop.call_soon_threadsafe(followers.lose, lost))
             return runner
 
-        code = await serve(
+        code, is_device_busy = await serve(
             config,
             load,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             max_window=config.window,
-            on_device_busy=leave_device,
             watch=followers.watch,
             traces=None if tracer is None else StepTraces(tracer, config.trace_steps),
         )

@@ -27,15 +27,16 @@ async def serve(
     max_num_seqs: int,
     token_budget: Callable[[str], int],
     max_window: int,
-    on_device_busy: Callable[[], None] = lambda: None,
     watch: Callable[[], Awaitable[NoReturn]] | None = None,
     traces: StepTraces | None = None,
-) -> int:
-    """Serve the runner that `load` makes until SIGTERM; returns the exit code.
+) -> tuple[int, bool]:
+    """Serve the runner that `load` makes until SIGTERM.
 
-    The port opens at once; health says SERVING when the runner has made a real token. `on_device_busy` is
-    called at the end when the device's thread is still at work, loading or in a step that does not return.
-    `watch` raises when something else that the runner needs is gone: it is the end, whatever the device does.
+    The port opens at once; health says SERVING when the runner has made a real token. `watch` raises when
+    something else that the runner needs is gone: it is the end, whatever the device does.
+
+    Returns the exit code, and whether the device's thread is still at work: loading, or in a step that never
+    returns.
     """
     health = Health([SERVICE_NAME])
     device = DeviceThread()
@@ -79,7 +80,7 @@ async def serve(
         await device_lost
 
     try:
-        return await rpc_server.serve(
+        code = await rpc_server.serve(
             settings,
             services={
                 SERVICE_NAME: lambda server: executor_pb2_grpc.add_ExecutorServicer_to_server(
@@ -92,8 +93,8 @@ async def serve(
             drain=servicer.drain,
         )
     finally:
-        if not device.close():
-            on_device_busy()
+        has_ended = device.close()
+    return code, not has_ended
 
 
 async def _warm(device: DeviceThread, load: Callable[[], Runner]) -> Runner:

@@ -400,7 +400,7 @@ def main(argv: list[str] | None = None) -> None:
 
     async def serve() -> int:
         log.configure("executor", fmt="console", level=flags.log_level)
-        return await serving.serve(
+        code, _ = await serving.serve(
             ServiceSettings(
                 listen=flags.listen, grace_seconds=flags.grace_seconds, metrics_listen=flags.metrics_listen
             ),
@@ -409,6 +409,7 @@ def main(argv: list[str] | None = None) -> None:
             token_budget=lambda _: script.max_num_batched_tokens,
             max_window=script.window,
         )
+        return code
 
     server.main("scripted executor", serve)
 
