@@ -269,12 +269,14 @@ def main(argv: list[str]) -> int:
         Address.parse(settings.listen, field="--listen")
         model = resolve(settings.model, default_models_dir())
         log.configure("serve", fmt=settings.log_format, level=settings.log_level)
-        with tempfile.TemporaryDirectory(prefix="chairlift-") as folder:
+        with tempfile.TemporaryDirectory(prefix="chairlift-") as name:
+            folder = Path(name)
             # A router that is started again goes on with the streams of the one before.
-            (Path(folder) / SECRET).write_bytes(secrets.token_bytes(32))
-            for service in services(settings, model, Path(folder)):
+            (folder / SECRET).write_bytes(secrets.token_bytes(32))
+            wanted = services(settings, model, folder)
+            for service in wanted:
                 Address.parse(service.listens_at[-1], field=f"the {service.name}'s socket (see TMPDIR)")
-            return asyncio.run(_serve(settings, services(settings, model, Path(folder))))
+            return asyncio.run(_serve(settings, wanted))
     except (StartError, AddressError) as error:
         log.write(f"chairlift serve: {str(error).removeprefix('chairlift ')}")
         return 2
