@@ -53,15 +53,16 @@ async def test_the_toy_executor_written_from_the_protocols_page_conforms(tmp_pat
     assert code == 0
 
 
-async def test_our_executor_conforms_with_a_real_model(tmp_path: Path) -> None:
-    flags = [
-        "--model",
-        str(tiny_model.build(tmp_path / "tiny", max_seq_len=512)),
-        "--listen",
-        f"unix:{tmp_path}/e.sock",
+def with_a_real_model(folder: Path) -> list[str]:
+    model = tiny_model.build(folder / "tiny", max_seq_len=512)
+    return [
+        *("--model", str(model), "--listen", f"unix:{folder}/e.sock"),
+        *("--dtype", "float32", "--num-blocks", "256", "--num-threads", "1"),
     ]
-    flags += ["--dtype", "float32", "--num-blocks", "256", "--num-threads", "1"]
-    with service_process.running("executor", *flags) as executor:
+
+
+async def test_our_executor_conforms_with_a_real_model(tmp_path: Path) -> None:
+    with service_process.running("executor", *with_a_real_model(tmp_path)) as executor:
         code, outcomes = await verdicts(executor.address)
     assert failures(outcomes) == []
     assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.PASSED}
@@ -71,14 +72,7 @@ async def test_our_executor_conforms_with_a_real_model(tmp_path: Path) -> None:
 async def test_our_executor_conforms_when_it_launches_a_step_before_the_one_before_is_settled(
     tmp_path: Path,
 ) -> None:
-    flags = [
-        "--model",
-        str(tiny_model.build(tmp_path / "tiny", max_seq_len=512)),
-        "--listen",
-        f"unix:{tmp_path}/e.sock",
-    ]
-    flags += ["--dtype", "float32", "--num-blocks", "256", "--num-threads", "1"]
-    with service_process.running("tests.rig.late_executor", *flags) as executor:
+    with service_process.running("tests.rig.late_executor", *with_a_real_model(tmp_path)) as executor:
         code, outcomes = await verdicts(executor.address)
     assert failures(outcomes) == []
     skipped = {name for name, outcome in outcomes.items() if outcome.verdict is Verdict.SKIPPED}
