@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
-from executor import runner
 from executor.attention.base import AttentionSpec
 from executor.kernels import build, library
 from executor.kernels.build import InstructionSet, KernelsUnavailableError
+from executor.operations.cpu import CpuOperations
 from tests.executor.numerics import load, one_shot_logits, reference_logits
 from tests.rig import tiny_model
 
@@ -186,5 +187,5 @@ def test_a_shape_that_kernels_refuse_is_served_by_torch(tmp_path: Path) -> None:
 
 
 def test_devices_without_kernels_are_refused_by_name() -> None:
-    spec = AttentionSpec(runner.torch.device("meta"), runner.torch.float32, 4, 2, 16, 16, 0.25)
-    assert runner.CpuOperations.refusal(spec) == "the kernels run on the cpu, not on meta"
+    spec = AttentionSpec(torch.device("meta"), torch.float32, 4, 2, 16, 16, 0.25)
+    assert CpuOperations.refusal(spec) == "the kernels run on the cpu, not on meta"
