@@ -75,6 +75,10 @@ class ReferenceAttention:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+        if spec.device.type == "cuda":
+            # On Hopper torch takes cuDNN first, which builds a plan for each shape: contexts grow, so that
+            # nearly every step would wait for several.
+            torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 
     def prepare(self, inputs: StepInputs, arrays: StepArrays) -> AttentionMetadata:
         """The step's metadata, with its rows sorted into groups and chunks."""

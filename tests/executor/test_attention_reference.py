@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -89,3 +91,15 @@ def test_sequences_may_share_blocks_of_a_common_prefix() -> None:
         query.numpy(), layer.keys.numpy(), layer.values.numpy(), inputs, scale=shared.scale
     )
     assert relative_error(result.numpy(), expected) < 1e-5
+
+
+def test_on_a_gpu_it_takes_no_kernel_that_is_planned_anew_for_each_shape() -> None:
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled=True)
+    try:
+        ReferenceAttention(spec())
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        ReferenceAttention(replace(spec(), device=torch.device("cuda")))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
