@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,15 @@ def split_into_shards(folder: Path, count: int = 3) -> tuple[list[str], dict[str
 
 def test_b120_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert f"--model is {tmp_path / 'nowhere'}, which does not exist" in refusal(tmp_path / "nowhere")
+
+
+def test_a_folder_is_read_without_the_package_for_gguf_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("executor.model.gguf_file", "executor.model.gguf_reader"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert open_checkpoint(folder).tensors
 
 
 def test_b120_a_file_in_place_of_a_folder_is_refused(folder: Path) -> None:
