@@ -22,8 +22,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,6 +44,7 @@ LEAST_SECONDS: Final = 5.0
 """With less left nothing is begun."""
 SOFT_SHARE: Final = 0.85
 """Of a process's time: what is not begun by then is left out, so that the process ends by itself."""
+NUM_BUILDERS: Final = max(1, (os.cpu_count() or 1) // 2)
 NEEDED: Final = ("llguidance", "numpy", "structlog", "torch")
 NOT_ASKED: Final = ("triton", "reference")
 """The back ends that are tried when the environment does not say which there are."""
@@ -66,27 +67,34 @@ def units_of(parts: Iterable[str], backends: dict[str, Sequence[str]]) -> list[U
 class Check:
     """The parts in turn, each with what it found."""
 
-    def __init__(self, seconds: float, path: Path | None, command: Sequence[str]) -> None:
-        """`command` is what runs a part, but for its arguments; `path` is where all is written."""
+    def __init__(
+        self, seconds: float, path: Path | None, command: Sequence[str], builder: Sequence[str] = ()
+    ) -> None:
+        """`command` is what runs a part, but for its arguments, and `builder` what compiles a share of the
+        kernels; `path` is where all is written."""
         self.deadline = time.monotonic() + seconds
         self.path = path
         self.command = list(command)
+        self.builder = list(builder)
         self.is_gpu: bool | None = None
         self.parts: dict[str, dict[str, Any]] = {}
 
     def run(self) -> bool:
         """All of them; whether none is wrong or broken."""
         backends: dict[str, Sequence[str]] = {}
-        for part in PARTS:
-            if self.is_gpu is False:
-                # Nothing can be spoilt for those that follow: they are spared a start each.
-                self.process(units_of(PARTS[1:], backends), math.inf)
-                break
-            self.of_each_backend(part, backends)
-            if part == "environment":
-                found = self.parts[part].get("found", {})
-                self.is_gpu = found.get("is_gpu")
-                backends = found.get("backends", {})
+        with ExitStack() as beside:
+            for part in PARTS:
+                if self.is_gpu is False:
+                    # Nothing can be spoilt for those that follow: they are spared a start each.
+                    self.process(units_of(PARTS[1:], backends), math.inf)
+                    break
+                self.of_each_backend(part, backends)
+                if part == "environment":
+                    found = self.parts[part].get("found", {})
+                    self.is_gpu = found.get("is_gpu")
+                    backends = found.get("backends", {})
+                    if self.is_gpu and self.builder:
+                        beside.enter_context(building(self.builder, NUM_BUILDERS))
         for part in PARTS:
             if part not in self.parts:
                 self.take(
@@ -182,6 +190,27 @@ def ending_of(command: Sequence[str], seconds: float, output: Path) -> str:
     return f"it ended with exit code {code} and had not said what it found"
 
 
+@contextmanager
+def building(builder: Sequence[str], number: int) -> Iterator[None]:
+    """Have the attention kernels compiled in so many processes, beside the first parts, which need few.
+
+    One after the other they would take most of the time that their part has. What is not compiled when a part
+    asks for it is compiled then, so nobody looks at how the processes end.
+    """
+    nowhere, shares = subprocess.DEVNULL, [[str(share), str(number)] for share in range(number)]
+    processes = [
+        subprocess.Popen([*builder, "all", *share], stdout=nowhere, stderr=nowhere, start_new_session=True)
+        for share in shares
+    ]
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def write_whole(path: Path, content: object) -> None:
     """Who reads the file finds what was there, or all of `content`."""
     beside = path.with_name(path.name + ".part")
@@ -245,7 +274,10 @@ def main(arguments: list[str]) -> int:
         return parts.run(options, started)
     # A process group is nobody's when the one that waits for it is gone.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    check = Check(options.seconds, options.json, [sys.executable, "-m", "tests.gpu.check"])
+    python = [sys.executable, "-m"]
+    check = Check(
+        options.seconds, options.json, [*python, "tests.gpu.check"], builder=[*python, "tests.gpu.variants"]
+    )
     is_good = check.run()
     if check.is_gpu is False:
         print("There is no GPU here: the script runs, and its figures mean nothing.")

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -346,12 +346,14 @@ FOUND = {"found": {"cases": 3, "worst_error": {}, "failed": [], "measured": []}}
 """Of the last parts, whose figures are printed."""
 
 
-def checked(folder: Path, plans: dict[str, Any], seconds: float = 100.0) -> tuple[bool, dict[str, Any]]:
+def checked(
+    folder: Path, plans: dict[str, Any], seconds: float = 100.0, builder: Sequence[str] = ()
+) -> tuple[bool, dict[str, Any]]:
     (folder / "child.py").write_text(CHILD)
     usual = GPU | RATES | {"attention": FOUND, "bandwidth": FOUND}
     (folder / "plans.json").write_text(json.dumps(usual | plans))
     command = [sys.executable, "-I", "-S", str(folder / "child.py")]
-    is_good = Check(seconds, folder / "all.json", command).run()
+    is_good = Check(seconds, folder / "all.json", command, builder).run()
     return is_good, json.loads((folder / "all.json").read_text())["parts"]
 
 
@@ -402,6 +404,43 @@ def test_a_process_that_dies_or_hangs_stops_no_other_and_what_it_had_found_is_ke
     assert "copy 4.00 TB/s, product 700 Tflop/s" in said
 
 
+BUILDER = """
+import os, sys, time
+folder, of_all, share, number = sys.argv[1:]
+with open(f"{folder}/built {share} of {number}", "w") as file:
+    file.write(str(os.getpid()))
+time.sleep(100)
+"""
+
+
+def test_kernels_are_compiled_beside_the_parts_and_that_ends_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "NUM_BUILDERS", 2)
+    (tmp_path / "builder.py").write_text(BUILDER)
+    builder = [sys.executable, "-I", "-S", str(tmp_path / "builder.py"), str(tmp_path)]
+    is_good, _ = checked(tmp_path, {}, builder=builder)
+    assert is_good
+    begun = [tmp_path / f"built {share} of 2" for share in range(2)]
+    pids = [int(each.read_text()) for each in begun if each.exists()]
+    assert pids, "the parts take longer than a start"
+    assert not any(is_running(pid) for pid in pids)
+    no_gpu = {"environment": {"found": {"is_gpu": False, "backends": {}}}}
+    for each in begun:
+        each.unlink(missing_ok=True)
+    checked(tmp_path, no_gpu, builder=builder)
+    assert not any(each.exists() for each in begun)
+
+
+def test_each_kernel_is_in_one_share() -> None:
+    shares = [variants.wanted(["all", str(share), "8"]) for share in range(8)]
+    assert sorted(each.name for share in shares for each in share) == sorted(
+        each.name for each in variants.ALL
+    )
+    assert variants.wanted(["all"]) == variants.ALL
+    assert variants.wanted(["few"]) == variants.FEW
+
+
 def await_end(pid: int) -> None:
     deadline = time.monotonic() + 20
     while is_running(pid) and time.monotonic() < deadline:
@@ -422,7 +461,7 @@ sys.path.insert(0, sys.argv[1])
 from tests.gpu import check
 check.missing = lambda: None
 made = check.Check
-check.Check = lambda seconds, path, _: made(seconds, path, [sys.executable, "-I", "-S", sys.argv[2]])
+check.Check = lambda seconds, path, *_, **__: made(seconds, path, [sys.executable, "-I", "-S", sys.argv[2]])
 sys.exit(check.main([]))
 """
 

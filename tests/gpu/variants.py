@@ -1,6 +1,9 @@
 """Every form of the Triton kernels that the GPU check uses, and their compilation for sm_90 without a GPU.
 
-python -m tests.gpu.variants all
+    python -m tests.gpu.variants all            each of them
+    python -m tests.gpu.variants all 2 8        every eighth, from the third on
+
+What is compiled is kept where Triton keeps its kernels, and launches find it there.
 """
 
 import sys
@@ -141,11 +144,17 @@ def combine_compiled(dtype: torch.dtype, head_dim: int) -> Any:
     return compiled(triton_kernels.combine, types, constants, {"num_warps": 4})
 
 
+def wanted(arguments: list[str]) -> tuple[Variant, ...]:
+    """`few` or `all`, and of all of them a share."""
+    first, of = (int(each) for each in arguments[1:] or ("0", "1"))
+    return FEW if arguments[:1] == ["few"] else ALL[first::of]
+
+
 def main() -> int:
     if names := specialized():
         print(f"a step may have a kernel built for its own {', '.join(sorted(names))}")
         return 1
-    for variant in FEW if sys.argv[1:] == ["few"] else ALL:
+    for variant in wanted(sys.argv[1:]):
         started = time.monotonic()
         kernel = attend_compiled(variant)
         size, shared = len(kernel.asm["cubin"]), kernel.metadata.shared
