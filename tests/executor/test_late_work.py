@@ -17,8 +17,9 @@ from executor.plan import BatchPlan, NewSequence, SamplingParams, StepResult
 from executor.runner import ModelRunner
 from executor.sequences import PlanError
 from executor.work import EpochWork
-from tests.executor.late import Window2, load_late, run, table, tokens_of
+from tests.executor.late import load_late
 from tests.rig.fake_device import FakeDevice
+from tests.rig.planning_ahead import Window2, run, table, tokens_of
 from tests.rig.tiny_model import EOS_ID
 
 torch.set_num_threads(1)

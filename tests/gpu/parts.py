@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 from executor.attention.base import AttentionBackend
 from executor.selection import BACKENDS
-from tests.gpu import attention_parts, check, filters_part, model_parts, operations_part
+from tests.gpu import attention_parts, check, executor_part, filters_part, model_parts, operations_part
 from tests.gpu.attention_parts import CPU_KERNELS
 from tests.gpu.machine import Machine, Report, WrongError
 
@@ -157,6 +157,7 @@ def work_of(
         "filters": lambda report: filters_part.filters(machine, report),
         "graphs": lambda report: model_parts.graphs(machine, backend(), report),
         "sampling": lambda report: model_parts.sampling(machine, report),
+        "executor": lambda report: executor_part.executor(machine, report),
         "whole step": lambda report: model_parts.whole_step(machine, backend(), copy, flops, report),
         "attention": attention,
         "bandwidth": lambda report: attention_parts.bandwidth(machine, backend(), copy, report),

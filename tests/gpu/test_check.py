@@ -60,6 +60,7 @@ def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
         ("operations", None): "good",
         ("filters", None): "good",
         ("sampling", None): "good",
+        ("executor", None): "good",
         ("whole step", "reference"): "good",
         ("attention", "reference"): "good",
         ("attention", "CPU kernels"): "good",
@@ -370,6 +371,7 @@ def test_each_part_and_back_end_is_a_process_that_knows_the_rates(tmp_path: Path
         f"{rates}--part graphs --backend flash3",
         f"{rates}--part graphs --backend triton",
         f"{rates}--part sampling",
+        f"{rates}--part executor",
         f"{rates}--part whole step --backend triton",
         f"{rates}--part attention --backend triton",
         f"{rates}--part bandwidth --backend triton",
@@ -490,7 +492,7 @@ def test_the_file_is_whole_after_each_part(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Check, "write", written)
     checked(tmp_path, {})
-    assert [len(parts) for parts in states] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9]
+    assert [len(parts) for parts in states] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
 
 
 def test_when_time_is_up_nothing_is_begun(tmp_path: Path) -> None:

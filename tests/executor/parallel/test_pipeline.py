@@ -17,10 +17,10 @@ from executor.late_work import LateEpochWork
 from executor.runner import ModelRunner
 from executor.staging import NUM_SLOTS
 from executor.work import EpochWork
-from tests.executor.late import run, table, tokens_of
 from tests.executor.parallel.threads import ThreadRanks, on_each_rank
 from tests.rig import fake_flash, tiny_model
 from tests.rig.fake_device import FakeDevice
+from tests.rig.planning_ahead import run, table, tokens_of
 
 torch.set_num_threads(1)
 
