@@ -25,6 +25,8 @@ ARGUMENTS: Final = (
     *("q", "k_cache", "v_cache", "cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q"),
     *("softmax_scale", "causal", "num_splits"),
 )
+COMPILED_DIMS: Final = (64, 96, 128, 192, 256)
+"""Sizes of heads that a build may have; a head gets the next larger one that it has."""
 HEURISTIC: Final = 0
 """Of splits: the package chooses, by the lengths. Not for what is captured."""
 
@@ -43,6 +45,8 @@ def left_out(spec: AttentionSpec) -> str | None:
     if spec.dtype == torch.float16:
         wanted["FP16"] = "float16"
     lacking = [word for name, word in wanted.items() if flags.get(f"FLASHATTENTION_DISABLE_{name}")]
+    if all(flags.get(f"FLASHATTENTION_DISABLE_HDIM{dim}") for dim in COMPILED_DIMS if dim >= spec.head_dim):
+        lacking.append(f"heads of {spec.head_dim}")
     return f"this {MODULE} was built without {', '.join(lacking)}" if lacking else None
 
 

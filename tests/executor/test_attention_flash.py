@@ -156,6 +156,20 @@ def test_what_was_left_out_of_the_build_is_refused_to_who_needs_it(
     assert Flash3Attention.refusal(needing) is None
 
 
+def test_heads_larger_than_any_of_the_build_are_refused(
+    packages: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModuleType("flash_attn_config")
+    left_out = {f"FLASHATTENTION_DISABLE_HDIM{dim}": True for dim in (96, 192, 256)}
+    config.CONFIG = {"build_flags": left_out}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
+    assert Flash3Attention.refusal(on_cuda(head_dim=256)) == (
+        "this flash_attn_interface was built without heads of 256"
+    )
+    assert Flash3Attention.refusal(on_cuda(head_dim=96)) is None, "it gets the next larger size"
+    assert Flash3Attention.refusal(on_cuda(head_dim=128)) is None
+
+
 def test_an_old_package_is_refused_by_its_signature(packages: dict[str, ModuleType]) -> None:
     def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=None, softmax_scale=None, causal=False):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         raise AssertionError
