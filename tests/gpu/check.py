@@ -36,7 +36,7 @@ PARTS: Final = (
 )
 OF_EACH_BACKEND: Final = frozenset({"graphs", "whole step", "attention", "bandwidth"})
 MOST_SECONDS: Final = {
-    "environment": 60.0, "rates": 60.0, "operations": 60.0, "filters": 60.0, "graphs": 120.0,
+    "environment": 100.0, "rates": 60.0, "operations": 60.0, "filters": 60.0, "graphs": 120.0,
     "sampling": 60.0, "executor": 90.0, "whole step": 150.0, "attention": 120.0,
 }  # fmt: skip
 """Of all processes of a part; the last one has what is left."""
