@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 
 class FinishReason(enum.StrEnum):
@@ -137,8 +138,18 @@ class ChairliftError(Exception):
         self.field = field
         self.retry_after_seconds = retry_after_seconds
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As pools of processes hand it on, whole: by Exception's own way it could not be made again."""
+        return _failed, (type(self), self.code, self.message, self.field, self.retry_after_seconds)
+
     def __str__(self) -> str:
         sentence = f"{self.message} [{self.code}]"
         if self.retry_after_seconds is not None:
             sentence += f"; try again in {self.retry_after_seconds:.1f} s"
         return sentence
+
+
+def _failed(
+    kind: type[ChairliftError], code: str, message: str, field: str, retry_after_seconds: float | None
+) -> ChairliftError:
+    return kind(code, message, field=field, retry_after_seconds=retry_after_seconds)
