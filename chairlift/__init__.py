@@ -47,8 +47,10 @@ __all__ = [
 _IN_CLIENT = ("AsyncClient", "AsyncStream", "Client", "Stream")
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module("chairlift.client" if name in _IN_CLIENT else "chairlift.results")
-    return getattr(module, name)
+if not TYPE_CHECKING:  # a type checker would believe that every name is there, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module("chairlift.client" if name in _IN_CLIENT else "chairlift.results")
+        return getattr(module, name)

@@ -496,3 +496,12 @@ def test_importing_the_package_loads_no_grpc_and_knows_its_names() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = chairlift.Nothing
+
+
+def test_every_package_of_ours_that_a_client_imports_says_that_it_is_typed() -> None:
+    code = "import sys, chairlift.client; print(*(name for name in sys.modules if '.' not in name))"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    root = Path(chairlift.__file__).parent.parent
+    ours = {name for name in shown.stdout.split() if (root / name / "__init__.py").exists()}
+    assert {"chairlift", "protos", "rpc"} <= ours
+    assert [name for name in sorted(ours) if not (root / name / "py.typed").exists()] == []
