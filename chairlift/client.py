@@ -271,7 +271,8 @@ class Client:
 class AsyncClient:
     """Asks a router, on the running event loop.
 
-    Otherwise as `Client`.
+    Otherwise as `Client`. It serves one loop at a time: where each `asyncio.run` makes a loop of its own, the
+    same client goes on in the next one.
 
         import chairlift
 
@@ -295,7 +296,7 @@ class AsyncClient:
         self._routers = Routers(address, TlsFiles(tls_cert, tls_key, tls_ca, tls_server_name), api_key)
         self._max_retries = max_retries
         self._requests = Requests[asyncio.Event]()
-        self._channels: dict[Address, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[asyncio.AbstractEventLoop, Address], grpc.aio.Channel] = {}
 
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
@@ -383,8 +384,10 @@ class AsyncClient:
     async def close(self) -> None:
         """Gives the connections back. Calls that run, and later ones, raise ChairliftError, CANCELLED."""
         self._requests.close()
-        for channel in self._channels.values():
-            await channel.close(None)
+        here = asyncio.get_running_loop()
+        for (loop, _), channel in self._channels.items():
+            if loop is here:  # those of a loop that has ended have ended with it
+                await channel.close(None)
 
     async def _ask(self, method: str, request: ProtoMessage, timeout_seconds: float | None) -> Any:
         """What a call that is no stream answers."""
@@ -412,11 +415,20 @@ class AsyncClient:
                 await _pause(attempts, delay)
 
     def _stub(self, router: Router) -> "router_pb2_grpc.RouterAsyncStub":
-        if router.address not in self._channels:  # a channel belongs to the loop that runs when it is made
-            self._channels[router.address] = connect(
+        place = (
+            asyncio.get_running_loop(),
+            router.address,
+        )  # a channel belongs to the loop that it is made in
+        if place not in self._channels:
+            self._channels = {
+                (loop, address): channel
+                for (loop, address), channel in self._channels.items()
+                if not loop.is_closed()
+            }
+            self._channels[place] = connect(
                 router.address, max_message_bytes=MAX_MESSAGE_BYTES, tls=router.certificates
             )
-        return router_pb2_grpc.RouterStub(self._channels[router.address])
+        return router_pb2_grpc.RouterStub(self._channels[place])
 
     async def _pieces(
         self, transcript: Transcript, patience: Patience, attempts: Attempts[asyncio.Event]
@@ -602,7 +614,11 @@ async def _pause(attempts: Attempts[asyncio.Event], seconds: float) -> None:
 def _conversation(
     messages: str | Sequence[Message | Mapping[str, Any]],
 ) -> Sequence[Message | Mapping[str, Any]]:
-    return [Message("user", messages)] if isinstance(messages, str) else messages
+    if isinstance(messages, str):
+        return [Message("user", messages)]
+    if len(messages) == 0:
+        raise ValueError("messages is empty; a chat has at least one")
+    return messages
 
 
 def _cannot_go_on() -> ChairliftError:

@@ -476,6 +476,31 @@ async def test_a_chat_may_be_one_sentence(tmp_path: Path) -> None:
     assert router.requests[0].chat.messages[0].content == "Hi"
 
 
+async def test_a_chat_has_a_message(tmp_path: Path) -> None:
+    with Client(f"unix:{tmp_path}/nobody") as client, pytest.raises(ValueError, match="messages is empty"):
+        client.chat([])
+
+
+async def test_a_client_goes_on_in_the_next_loop_when_one_has_ended(tmp_path: Path) -> None:
+    router = Moody(*[([accepted(), delta("Hi"), finished(STOP)], None)] * 4)
+
+    def ask(address: str) -> list[str]:
+        client = AsyncClient(address)
+
+        async def answered() -> str:
+            async with client.stream("What?") as stream:
+                async for _ in stream:
+                    pass
+            return (await client.generate("What?")).text + stream.answer.text
+
+        texts = [asyncio.run(answered()) for _ in range(2)]
+        asyncio.run(client.close())
+        return texts
+
+    async with listening(router, tmp_path) as address:
+        assert await asyncio.to_thread(ask, address) == ["HiHi"] * 2
+
+
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_an_address_that_is_none_is_refused_at_once(kind: type[Client | AsyncClient]) -> None:
     with pytest.raises(ValueError, match="address is 'nowhere'"):
