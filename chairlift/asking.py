@@ -1,8 +1,9 @@
 """Turns what a caller of the client library asks for into the message that is sent. Pure."""
 
+import contextlib
 import json
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from chairlift.results import Message
@@ -13,7 +14,7 @@ Prompt = str | Sequence[int] | Sequence[Message | Mapping[str, Any]]
 
 
 class Options(TypedDict, total=False):
-    """What may be said beside the prompt. What is left out is the server's default.
+    """What may be said beside the prompt. What is left out, or None, is the server's default.
 
     The fields are those of `GenerateRequest` and `SamplingParams` in protos/v1, with their limits. For
     conversations alone, of `Chat`: `tools` (definitions as mappings), `add_generation_prompt`,
@@ -21,37 +22,37 @@ class Options(TypedDict, total=False):
     `regex` and `choice` one may be given: the answer's text matches it. `stop` is a text or a list of them.
     """
 
-    model: str
-    request_id: str
-    n: int
-    stop: str | Sequence[str]
-    include_stop: bool
-    priority: int
-    cache_salt: str
-    tools: Sequence[Mapping[str, Any]]
-    add_generation_prompt: bool
-    continue_final_message: bool
-    chat_template_kwargs: Mapping[str, Any]
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    max_tokens: int
-    min_tokens: int
-    ignore_eos: bool
-    stop_token_ids: Sequence[int]
-    logprobs: int
-    prompt_logprobs: int
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    allowed_token_ids: Sequence[int]
-    banned_token_ids: Sequence[int]
-    json_schema: str | Mapping[str, Any]
-    regex: str
-    choice: Sequence[str]
+    model: str | None
+    request_id: str | None
+    n: int | None
+    stop: str | Sequence[str] | None
+    include_stop: bool | None
+    priority: int | None
+    cache_salt: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    ignore_eos: bool | None
+    stop_token_ids: Sequence[int] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    banned_token_ids: Sequence[int] | None
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    choice: Sequence[str] | None
 
 
 _OF_CHATS = frozenset({"tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"})
@@ -87,19 +88,23 @@ def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateReq
 
 def _put_prompt(request: router_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        with _named("prompt"):
+            request.text = prompt
         return
     request.token_ids.SetInParent()
-    for entry in _listed("prompt", prompt, "a text or a list"):
-        if isinstance(entry, Message):
-            turn = request.chat.messages.add(role=entry.role, content=entry.content, name=entry.name)
-            turn.tool_call_id = entry.tool_call_id
-            for call in entry.tool_calls:
-                turn.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
-        elif isinstance(entry, Mapping):
-            request.chat.messages.add(**entry)
-        else:
-            request.token_ids.ids.append(entry)
+    position = 0
+    entries = _listed("prompt", prompt, "a text or a list")
+    with _named(lambda: f"prompt[{position}]"):
+        for position, entry in enumerate(entries):  # noqa: B007 - an error is told with it
+            if isinstance(entry, Message):
+                turn = request.chat.messages.add(role=entry.role, content=entry.content, name=entry.name)
+                turn.tool_call_id = entry.tool_call_id
+                for call in entry.tool_calls:
+                    turn.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
+            elif isinstance(entry, Mapping):
+                request.chat.messages.add(**entry)
+            else:
+                request.token_ids.ids.append(entry)
     if max(len(request.token_ids.ids), len(request.chat.messages)) < len(prompt):
         raise TypeError("the prompt has token ids beside messages; it is either the ones or the others")
 
@@ -122,11 +127,15 @@ def _put_of_chat(request: router_pb2.GenerateRequest, name: str, value: Any) -> 
     if not request.HasField("chat"):
         raise ValueError(f"{name} is for a conversation, and the prompt is none")
     if name == "tools":
-        request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in _listed(name, value))
+        tools = _listed(name, value)
+        with _named(name):
+            request.chat.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in tools)
     elif name == "chat_template_kwargs":
-        request.chat.chat_template_kwargs = json.dumps(dict(value), ensure_ascii=False)
+        with _named(name):
+            request.chat.chat_template_kwargs = json.dumps(dict(value), ensure_ascii=False)
     else:
-        setattr(request.chat, name, value)
+        with _named(name):
+            setattr(request.chat, name, value)
 
 
 def _put_constraint(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:
@@ -134,24 +143,38 @@ def _put_constraint(sampling: common_pb2.SamplingParams, name: str, value: Any) 
     if present is not None:
         raise ValueError(f"{name} is given beside {present}; an answer can be held to one of them")
     if name == "choice":
-        sampling.choice.values.extend(_listed(name, value))
+        values = _listed(name, value)
+        with _named(name):
+            sampling.choice.values.extend(values)
     elif name == "json_schema" and not isinstance(value, str):
-        sampling.json_schema = json.dumps(value, ensure_ascii=False)
+        with _named(name):
+            sampling.json_schema = json.dumps(value, ensure_ascii=False)
     else:
         _put(sampling, name, value)
 
 
 def _put(message: router_pb2.GenerateRequest | common_pb2.SamplingParams, name: str, value: object) -> None:
     field = message.DESCRIPTOR.fields_by_name[name]
-    try:
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, name).update(value)
+    is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+    values = _listed(name, value) if field.is_repeated and not is_map else value
+    with _named(name):
+        if is_map:
+            getattr(message, name).update(values)
         elif field.is_repeated:
-            getattr(message, name).extend(_listed(name, value))
+            getattr(message, name).extend(values)
         else:
-            setattr(message, name, value)
-    except ValueError as error:
-        raise ValueError(f"{name} does not fit into the contract: {value} ({error})") from error
+            setattr(message, name, values)
+
+
+@contextlib.contextmanager
+def _named(name: str | Callable[[], str]) -> Iterator[None]:
+    """Says what it was that protobuf, or JSON, would not have: their own sentences do not."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        where = name if isinstance(name, str) else name()
+        raise kind(f"{where} does not fit into the contract: {error}") from error
 
 
 def _listed(name: str, values: Any, form: str = "a list") -> Any:

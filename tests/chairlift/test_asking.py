@@ -146,6 +146,26 @@ def test_turns_of_tools_are_the_same_as_messages_and_as_mappings() -> None:
 def test_what_cannot_be_asked_is_named() -> None:
     with pytest.raises(ValueError, match="seed does not fit"):
         generate_request("Hi", {"seed": 2**63})
+    wrong: Any
+    for name, wrong in {
+        "max_tokens": "5", "temperature": "hot", "seed": 2**64, "choice": [1], "stop": [5], "logit_bias": [1],
+        "json_schema": {"enum": {1}}, "tools": [{1}], "chat_template_kwargs": 5, "regex": "\ud800",
+        "add_generation_prompt": "yes",
+    }.items():  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"^{name} does not fit into the contract: "):
+            generate_request([Message("user", "Hi")], {name: wrong})
+    text: Any = {"role": "user", "content": "Hi"}
+    call = {"type": "function", "function": {"name": "f"}}
+    for wrong, where in (
+        ("\ud800", "prompt"),
+        ([1, 2.5], r"prompt\[1\]"),
+        (["Hi"], r"prompt\[0\]"),
+        ([text, Message("user", "\ud800")], r"prompt\[1\]"),
+        ([text, text | {"content": [{"type": "text", "text": "Hi"}]}], r"prompt\[1\]"),
+        ([text | {"tool_calls": [call]}], r"prompt\[0\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{where} does not fit into the contract: "):
+            generate_request(wrong, {})
     misspelt: Any = {"temprature": 1}
     with pytest.raises(TypeError, match="'temprature' is no option"):
         generate_request("Hi", misspelt)
