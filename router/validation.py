@@ -53,6 +53,10 @@ _IDS_AT_ONCE: Final = 16_384
 _T = TypeVar("_T")
 
 
+class TooLongError(RequestError):
+    """A prompt that does not fit, alone or with the output that is asked for: a shorter one may."""
+
+
 class SentToolCall(Protocol):
     """One call of a tool that a client sent back, in whatever form the caller holds it."""
 
@@ -319,11 +323,11 @@ def fitted(
     check_prompt_length("prompt", num_prompt_tokens, limits)
     room = limits.max_total_tokens - num_prompt_tokens
     if asked.max_tokens is not None and asked.max_tokens > room:
-        raise invalid(
+        raise _too_long(
             "sampling.max_tokens",
             f"sampling.max_tokens is {asked.max_tokens}: with the {num_prompt_tokens} tokens of the prompt "
-            f"that is {num_prompt_tokens + asked.max_tokens}, more than the {limits.max_total_tokens} that "
-            f"fit; at most {room} are possible",
+            f"that is {num_prompt_tokens + asked.max_tokens}, and {_longest(limits)}; at most {room} are "
+            "possible",
         )
     max_tokens = min(room, _either(asked.max_tokens, _either(defaults.max_tokens, room)))
     min_tokens = _either(asked.min_tokens, 0)
@@ -415,11 +419,20 @@ def check_prompt_length(field: str, num_prompt_tokens: int, limits: Limits, *, w
     If not the `whole` of it has been counted, it is longer still.
     """
     if num_prompt_tokens >= limits.max_total_tokens:
-        raise invalid(
+        raise _too_long(
             field,
-            f"{length_told(num_prompt_tokens, whole=whole)}; prompt and output together may have "
-            f"{limits.max_total_tokens}, so a prompt may have at most {limits.max_total_tokens - 1}",
+            f"{length_told(num_prompt_tokens, whole=whole)}; {_longest(limits)}, prompt and output together, "
+            f"so a prompt may have at most {limits.max_total_tokens - 1}",
         )
+
+
+def _longest(limits: Limits) -> str:
+    """In the words by which programs know it, where they are told no code."""
+    return f"this model's maximum context length is {limits.max_total_tokens} tokens"
+
+
+def _too_long(field: str, message: str) -> TooLongError:
+    return TooLongError(grpc.StatusCode.INVALID_ARGUMENT, message, field=field)
 
 
 def _check_sampling(sampling: SamplingRequest, limits: Limits) -> None:

@@ -258,6 +258,7 @@ class HttpApp:
 
     async def _tokenize(self, exchange: Exchange) -> None:
         asked: Tokenizing = await self._read("tokenizing", await self._body(exchange))
+        exchange.names = {} if isinstance(asked.prompt, str) else {"prompt": "messages"}
         self._intake.check_model(asked.model)
         tokens = await self._intake.tokenize(asked.prompt)
         max_model_len = self._intake.welcome().max_total_tokens

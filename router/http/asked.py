@@ -167,7 +167,7 @@ def chat(body: Fields) -> Asked:
         body, older if max_tokens is None else max_tokens, (alternatives or 0) if wanted else None, constraint
     )
     length = "max_tokens" if max_tokens is None else "max_completion_tokens"
-    names |= {"sampling.logprobs": "top_logprobs", "sampling.max_tokens": length}
+    names |= {"sampling.logprobs": "top_logprobs", "sampling.max_tokens": length, "prompt": "messages"}
     has_prompt_logprobs = sampling.prompt_logprobs is not None
     request = _request(body, sampling)
     return _asked(

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import grpc
 
+from router.validation import TooLongError
 from rpc.errors import RequestError, shortened
 
 _Code = grpc.StatusCode
@@ -29,6 +30,7 @@ _ANSWERS: Final[dict[grpc.StatusCode, tuple[int, str, str]]] = {
     _Code.UNAVAILABLE: (503, "server_error", "unavailable"),
 }
 _DEFECT: Final = (500, "server_error", "internal_error")
+_TOO_LONG: Final = "context_length_exceeded"  # by which programs know that a shorter conversation may fit
 
 # Every status of a failure, and when it is.
 STATUSES: Final[dict[int, str]] = {
@@ -86,6 +88,8 @@ def answer(
         kind = "invalid_request_error" if error.status < 500 else "server_error"  # noqa: PLR2004 - HTTP's classes
         return ErrorAnswer(error.status, _body(error.message, kind, None, error.code), {})
     status, kind, code = _ANSWERS.get(error.code, _DEFECT)
+    if isinstance(error, TooLongError):
+        code = _TOO_LONG
     names = {**_NAMES_IN_BODIES, **renamed}
     param = names.get(error.field, error.field.removeprefix("sampling."))
     message = error.message

@@ -88,8 +88,7 @@ async def _asked(
 def _value(first: tuple[Any, ...], *parts: Any) -> Any:
     """What was asked, whole again. Raises RequestError: the refusal."""
     if first[0] == "refused":
-        _, code, message, field = first
-        raise RequestError(grpc.StatusCode[code], message, field=field)
+        raise first[1]
     value = first[1]
     if isinstance(value, Asked):
         requests = zip(value.requests, parts, strict=True)

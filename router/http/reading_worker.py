@@ -48,9 +48,9 @@ def answer(kind: str, body: bytes, max_total_tokens: int) -> list[Any]:
         value = read(kind, body)
         prompts = _parts(value, Limits(max_total_tokens=max_total_tokens, vocab_size=0))
     except RequestError as error:
-        return [("refused", error.code.name, error.message, error.field)]
+        return [("refused", error)]
     except MemoryError:
-        return [("refused", "INVALID_ARGUMENT", "the body takes too much memory to read; send less", "")]
+        return [("refused", invalid("", "the body takes too much memory to read; send less"))]
     if isinstance(value, Asked):
         value = replace(value, requests=tuple(replace(one, prompt=None) for one in value.requests))
     if isinstance(value, Detokenizing):

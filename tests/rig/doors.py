@@ -22,6 +22,7 @@ DOORS = ("grpc", "grpc stream", "http", "http stream")
 _OF_SAMPLING = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _CODES = {
     "invalid_value": "INVALID_ARGUMENT",
+    "context_length_exceeded": "INVALID_ARGUMENT",
     "unsupported": "UNIMPLEMENTED",
     "model_not_found": "NOT_FOUND",
     "timeout": "DEADLINE_EXCEEDED",

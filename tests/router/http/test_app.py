@@ -474,6 +474,26 @@ async def test_b35_b36_b40_lengths_at_their_edges(serve: Serve, stream: bool) ->
         await rig.router.quiet()
 
 
+async def test_what_is_too_long_has_the_code_and_the_words_by_which_programs_shorten_it(serve: Serve) -> None:
+    said = [{"role": "user", "content": "x" * 64}]
+    async with serve(ScriptedScheduler(max_total_tokens=64)) as rig:
+        for path, asked, param in [
+            ("/v1/completions", {"prompt": "x" * 64}, "prompt"),
+            ("/v1/completions", {"prompt": "x" * 200_000}, "prompt"),
+            ("/v1/completions", {"prompt": [1] * 64}, "prompt"),
+            ("/v1/completions", {"prompt": [1] * 100_000}, "prompt"),  # read by another process
+            ("/v1/completions", {"prompt": "x" * 60, "max_tokens": 5}, "max_tokens"),
+            ("/v1/chat/completions", {"messages": said}, "messages"),
+            ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": 60}, "max_completion_tokens"),
+        ]:
+            status, error = await rig.error(path, **asked)
+            assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+            assert "this model's maximum context length is 64 tokens" in error["message"]
+        _, error = await rig.error("/v1/completions", prompt="x", max_tokens=0)
+        assert error["code"] == "invalid_value"
+        assert not rig.scheduler.submits
+
+
 @DOORS
 @pytest.mark.parametrize("stream", [False, True])
 async def test_b76_b94_overload_is_429_with_the_time_to_wait(

@@ -144,6 +144,6 @@ async def test_what_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyP
         raise MemoryError
 
     monkeypatch.setattr(reading_worker, "parsed", out_of_memory)
-    ((kind, code, message, _),) = reading_worker.answer("chat", b"{}", ROOM)
-    assert (kind, code) == ("refused", "INVALID_ARGUMENT")
-    assert "too much memory" in message
+    ((kind, error),) = reading_worker.answer("chat", b"{}", ROOM)
+    assert (kind, error.code) == ("refused", grpc.StatusCode.INVALID_ARGUMENT)
+    assert "too much memory" in error.message
