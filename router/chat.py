@@ -52,7 +52,7 @@ class TemplateError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool, in an assistant's turn. `arguments` are a JSON object as text."""
+    """One call of a tool, in an assistant's turn. `arguments` are a JSON object as text; empty: none."""
 
     id: str
     name: str
@@ -103,6 +103,8 @@ class ChatTemplate:
 
         With `continue_final_message` it ends with the last message's content: what closes a turn is cut off.
         The template sees `variables` as well, none of which has a name of `RESERVED_VARIABLES`.
+        The arguments of a call are an object for it; those that are none, such as some that were cut short,
+        are the text that they are.
         Raises ChatError when there is no message, a tool is not JSON or the template knows no tools, the
         template refuses or fails, its work passes the bounds, or the last message cannot be continued.
         """
@@ -135,9 +137,13 @@ class ChatTemplate:
             raise
         except Exception as error:  # foreign code may raise anything, and only this request is hurt by it
             reason = str(error) or type(error).__name__
-            raise ChatError(
-                "chat", f"chat: the model's chat template failed on this conversation: {reason}"
-            ) from error
+            failed = f"the model's chat template failed on this conversation: {reason}"
+            wrong = _first_that_is_no_object(messages)
+            if wrong is not None:
+                raise ChatError(
+                    "chat.messages", f"chat.messages: {wrong} is no JSON object, and {failed}"
+                ) from error
+            raise ChatError("chat", f"chat: {failed}") from error
 
     def _as_it_sees(self, message: ChatMessage) -> dict[str, Any]:
         role = message.role
@@ -149,7 +155,7 @@ class ChatTemplate:
         if message.tool_call_id:
             seen["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
-            seen["tool_calls"] = [_call_as_it_sees(call, i) for i, call in enumerate(message.tool_calls)]
+            seen["tool_calls"] = [_call_as_it_sees(call) for call in message.tool_calls]
         return seen
 
 
@@ -215,17 +221,28 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)  # noqa: DTZ005 - the server's local date, as transformers gives it
 
 
-def _call_as_it_sees(call: ToolCall, position: int) -> dict[str, Any]:
+def _call_as_it_sees(call: ToolCall) -> dict[str, Any]:
     """As transformers documents it for templates: the arguments are an object, not its text."""
-    path = f"chat.messages: tool_calls[{position}].arguments"
-    try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError) as error:
-        raise ChatError("chat.messages", f"{path} is not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ChatError("chat.messages", f"{path} must be a JSON object as text")
-    seen = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+    seen = {"type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
     return {"id": call.id, **seen} if call.id else seen
+
+
+def _arguments(call: ToolCall) -> dict[str, Any] | str:
+    """A model's calls come back from agents as it made them, and with what was wrong with them."""
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return call.arguments
+    return arguments if isinstance(arguments, dict) else call.arguments
+
+
+def _first_that_is_no_object(messages: list[ChatMessage]) -> str | None:
+    """Where the first arguments stand that are none."""
+    for position, message in enumerate(messages):
+        for number, call in enumerate(message.tool_calls):
+            if isinstance(_arguments(call), str):
+                return f"messages[{position}].tool_calls[{number}].arguments"
+    return None
 
 
 def _marked(messages: list[ChatMessage]) -> list[ChatMessage]:

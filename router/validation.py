@@ -634,6 +634,8 @@ def _refuse_constant(constant: str) -> None:
 
 def _checked_message(turn: Turn, position: int) -> ChatMessage:
     path = f"chat.messages[{position}]"
+    if not turn.role:
+        raise invalid("chat.messages", f"{path}.role is missing")
     _at_most(f"{path}.tool_calls", len(turn.tool_calls), MAX_TOOL_CALLS)
     if turn.tool_calls and turn.role != "assistant":
         raise invalid(

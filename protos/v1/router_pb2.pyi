@@ -195,7 +195,7 @@ class Message(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """system, user, assistant or tool; which roles are known depends on the template."""
+    """system, user, assistant or tool; which roles are known depends on the template. It must be given."""
     content: _builtins.str
     """What was said."""
     name: _builtins.str
@@ -237,7 +237,9 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """The function's name."""
     arguments: _builtins.str
-    """Its arguments, a JSON object as text."""
+    """Its arguments, a JSON object as text; empty is an object without fields. Other text, such as arguments that
+    `max_tokens` cut short, goes to the template as the text that it is.
+    """
     def __init__(
         self,
         *,

@@ -622,7 +622,7 @@ def _call(value: object, path: str) -> ToolCall:
     call.whole("index")  # as chunks of a stream bring it
     function.close()
     call.close()
-    return ToolCall(call_id, name, arguments or "{}")
+    return ToolCall(call_id, name, arguments or "")
 
 
 def _part(value: object, path: str) -> str:

@@ -249,6 +249,12 @@ def test_b101_long_lists_are_refused_with_their_limits() -> None:
     assert_refused(error, "chat.tools", 257, 256)
 
 
+def test_a_turn_is_somebodys() -> None:
+    turns = [ChatMessage("user", "x"), ChatMessage("", "x")]
+    error = refusal(GenerateRequest(prompt=Conversation(turns, [], True)))
+    assert_refused(error, "chat.messages", "chat.messages[1].role is missing")
+
+
 def with_variables(text: str) -> GenerateRequest:
     return GenerateRequest(prompt=Conversation([ChatMessage("user", "x")], [], True, False, text))
 

@@ -428,21 +428,29 @@ async def test_b76_a_wrong_request_is_a_status_before_any_event(
 
 async def test_what_a_template_cannot_take_is_told_by_the_names_of_the_body(serve: Serve) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
-    called = [*HI, {"role": "assistant", "tool_calls": [call]}]
     async with serve() as rig:
-        for fields, param, message in (
-            ({"messages": HI, "tools": tools}, "tools", "tools: the model's chat template does not know"),
-            ({"messages": called}, "messages", "messages: tool_calls[0].arguments is not JSON"),
-        ):
-            for path in ("/v1/chat/completions", "/tokenize"):
-                status, error = await rig.error(path, **fields)
-                assert (status, error["param"]) == (400, param)
-                assert error["message"].startswith(message)
+        for path in ("/v1/chat/completions", "/tokenize"):
+            status, error = await rig.error(path, messages=HI, tools=tools)
+            assert (status, error["param"]) == (400, "tools")
+            assert error["message"].startswith("tools: the model's chat template does not know")
         chat = router_pb2.Chat(messages=[router_pb2.Message(role="user", content="Hi")], tools=["{}"])
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await rig.router.stub.Complete(router_pb2.GenerateRequest(chat=chat))
         assert from_call(raised.value).field == "chat.tools"
+
+
+async def test_a_call_that_was_cut_short_may_come_back_with_what_was_wrong_about_it(serve: Serve) -> None:
+    """As agents send it: with the next request, and a tool's turn that tells the model."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "B'}}
+    turns = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "the arguments are no JSON; try again"},
+    ]
+    async with serve(ScriptedScheduler(script=lambda _: [tiny_model.EOS_ID])) as rig:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            response = await rig.post(path, messages=turns)
+            assert response.status_code == 200, response.text
 
 
 async def test_b34_b37_b97_prompts_that_cannot_be_are_refused(serve: Serve) -> None:
