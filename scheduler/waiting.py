@@ -22,18 +22,17 @@ that `followers` goes once through those of an aborted sequence). Pure.
 import bisect
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from operator import itemgetter
 
 from scheduler.sequence import Sequence, State
+from scheduler.tenant_heaps import TOLERATED_STALE, Key, TenantHeaps
 from scheduler.tenants import Contest, Tenant
 
 _PARKED = 0  # no heap entry has this number
-_TOLERATED_STALE = 64  # this many stale entries are not worth sweeping
 
-Key = tuple[float, ...]
 _Name = tuple[int, bool, frozenset[str] | None]  # of a class: its first three fields
 Line = tuple[_Name, Tenant]  # the sequences of one tenant in one class
 Rank = tuple[int, bool, Key]  # within a line
@@ -57,105 +56,6 @@ class Hold(Enum):
 _NO_HOLDS: frozenset[Hold] = frozenset()
 
 
-class _TenantHeaps:
-    """Sequences in one order: a heap per tenant, and a heap of the tenants by their first sequences."""
-
-    __slots__ = (
-        "_aside",
-        "_entry_of",
-        "_heaps",
-        "_newest_offer",
-        "_num_entries",
-        "_num_offers",
-        "_offers",
-        "_rank",
-    )
-
-    def __init__(
-        self,
-        entry_of: Mapping[Sequence, int],
-        aside: Collection[Tenant],
-        rank: Callable[[Tenant, Key], Key],
-    ) -> None:
-        """`entry_of`: the valid entry of each sequence; any other is stale.
-
-        `aside`: tenants that are left out. `rank`: orders tenants, given the key of each one's first
-        sequence.
-        """
-        self._entry_of = entry_of
-        self._aside = aside
-        self._rank = rank
-        self._heaps: dict[Tenant, list[tuple[Key, int, Sequence]]] = {}
-        self._num_entries = 0  # upper bound of their number in those heaps, stale ones included
-        self._offers: list[tuple[Key, int, Tenant]] = []
-        self._newest_offer: dict[Tenant, int] = {}  # the valid one in `_offers`
-        self._num_offers = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._heaps)
-
-    def push(self, key: Key, entry: int, seq: Sequence) -> None:
-        """Adds `seq` under an entry that is valid from now on."""
-        heap = self._heaps.setdefault(seq.tenant, [])
-        heapq.heappush(heap, (key, entry, seq))
-        self._num_entries += 1
-        if heap[0][2] is seq:
-            self._offer(seq.tenant)
-        if self._num_entries > _TOLERATED_STALE + 2 * len(self._entry_of):
-            self._sweep()
-
-    def first(self) -> Sequence | None:
-        """The first of all. Ranks get worse as tenants are served, so a stale one on top is pushed down."""
-        offers = self._offers
-        while offers:
-            rank, offer, tenant = offers[0]
-            if self._newest_offer.get(tenant) != offer or tenant in self._aside:
-                heapq.heappop(offers)
-                continue
-            heap = self._heaps[tenant]
-            while heap and self._entry_of.get(heap[0][2]) != heap[0][1]:
-                heapq.heappop(heap)
-            if heap and self._rank(tenant, heap[0][0]) == rank:
-                return heap[0][2]
-            heapq.heappop(offers)
-            if heap:
-                self._offer(tenant)
-            else:
-                del self._heaps[tenant], self._newest_offer[tenant]
-        return None
-
-    @property
-    def best_rank(self) -> Key:
-        """The rank of `first`, which must just have been called and not have returned None."""
-        return self._offers[0][0]
-
-    def recall(self, tenant: Tenant) -> None:
-        """`tenant` is no longer left out."""
-        if tenant in self._heaps:
-            self._offer(tenant)
-
-    def _offer(self, tenant: Tenant) -> None:
-        self._num_offers += 1
-        self._newest_offer[tenant] = self._num_offers
-        heapq.heappush(
-            self._offers, (self._rank(tenant, self._heaps[tenant][0][0]), self._num_offers, tenant)
-        )
-        if len(self._offers) > _TOLERATED_STALE + 2 * len(self._heaps):
-            self._offers[:] = [
-                offer for offer in self._offers if self._newest_offer.get(offer[2]) == offer[1]
-            ]
-            heapq.heapify(self._offers)
-
-    def _sweep(self) -> None:
-        """Drops stale entries, and tenants without waiting sequences."""
-        for tenant, heap in list(self._heaps.items()):
-            heap[:] = [item for item in heap if self._entry_of.get(item[2]) == item[1]]
-            heapq.heapify(heap)
-            if not heap:
-                del self._heaps[tenant], self._newest_offer[tenant]
-        self._num_entries = sum(map(len, self._heaps.values()))
-
-
 @dataclass(slots=True, eq=False)
 class _Class:
     """Waiting sequences of one importance class: all or none recover, all for the same executors."""
@@ -163,8 +63,8 @@ class _Class:
     priority: int
     is_recovering: bool
     only_at: frozenset[str] | None  # executors that can ever compute them; None: all can
-    by_turn: _TenantHeaps  # in order of service
-    by_age: _TenantHeaps  # longest wait first
+    by_turn: TenantHeaps  # in order of service
+    by_age: TenantHeaps  # longest wait first
 
     @property
     def name(self) -> _Name:
@@ -404,8 +304,8 @@ class WaitingQueue:
         if of_class is None:
             is_fair = self._policy is Policy.FAIR
             rank = _by_service_in(self._contest(seq.request.priority)) if is_fair else _by_key
-            by_turn = _TenantHeaps(self._entry_of, self._aside, rank)
-            by_age = _TenantHeaps(self._entry_of, self._aside, _by_key)
+            by_turn = TenantHeaps(self._entry_of, self._aside, rank)
+            by_age = TenantHeaps(self._entry_of, self._aside, _by_key)
             of_class = self._classes[name] = _Class(*name, by_turn, by_age)
             if of_class.priority not in self._on_rung:
                 bisect.insort(self._ladder, of_class.priority)
@@ -413,7 +313,7 @@ class WaitingQueue:
         of_class.by_turn.push(self._key(seq), self._next_entry, seq)
         of_class.by_age.push((seq.waiting_since,), self._next_entry, seq)
         heapq.heappush(self._oldest, (seq.waiting_since, self._next_entry, seq))
-        if len(self._oldest) > _TOLERATED_STALE + 2 * len(self._entry_of):
+        if len(self._oldest) > TOLERATED_STALE + 2 * len(self._entry_of):
             self._oldest = [item for item in self._oldest if self._entry_of.get(item[2]) == item[1]]
             heapq.heapify(self._oldest)
         stopped = self._aside.get(seq.tenant)

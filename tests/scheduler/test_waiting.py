@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from scheduler import tenant_heaps
 from scheduler import waiting as waiting_queue
 from scheduler.sequence import Event, Sequence
 from scheduler.tenants import Tenant, TenantLimits
@@ -15,7 +16,8 @@ from tests.scheduler.sequences import waiting
 @pytest.fixture(autouse=True)
 def swept_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few entries show what many would."""
-    monkeypatch.setattr(waiting_queue, "_TOLERATED_STALE", 2)
+    for module in (waiting_queue, tenant_heaps):
+        monkeypatch.setattr(module, "TOLERATED_STALE", 2)
 
 
 PRIORITIES = [-1, 0, 1]
