@@ -17,7 +17,7 @@ from scheduler.rows import Rows
 from scheduler.sequence import Event, Sequence
 from scheduler.waiting import Policy
 
-MAX_PUT_BEHIND = 500  # sequences found to be too late in one plan: a step must stay short
+MAX_PUT_BEHIND = 250  # sequences found to be too late in one plan: a step must stay short
 
 
 def give_out(
@@ -138,10 +138,9 @@ def next_one(
         seq = core.recovery_pace.next(state, core.waiting, now, may_recompute=may_recompute)
         if seq is None or not _is_late(seq, now) or core.slack.latest_start_at_best(seq) >= now:
             return seq
-        if state.num_put_behind >= MAX_PUT_BEHIND:
-            state.is_still_looking = True
-            return None
         put_behind(core, state, seq)
+        if not _may_look_on(state):
+            return None
 
 
 def _is_late(seq: Sequence, now: float) -> bool:
@@ -152,6 +151,12 @@ def _is_late(seq: Sequence, now: float) -> bool:
 def is_too_late(core: CoreState, seq: Sequence, now: float) -> bool:
     """Whether it really is, now that its prefix was looked up and so what is cached of it is known."""
     return _is_late(seq, now) and core.slack.latest_start(seq) < now
+
+
+def _may_look_on(state: ExecutorState) -> bool:
+    """Whether the next sequence may be looked at in this plan, after one that was put behind."""
+    state.is_still_looking = state.num_put_behind >= MAX_PUT_BEHIND
+    return not state.is_still_looking
 
 
 def put_behind(core: CoreState, state: ExecutorState, seq: Sequence) -> None:
@@ -219,7 +224,7 @@ def _let_in(
         case entrance.Fits(matched):
             if is_too_late(core, seq, now):
                 put_behind(core, state, seq)
-                return True
+                return _may_look_on(state)
             num_cached_tokens = len(matched) * state.blocks.block_size
             if turn is not None and turn.give_away(seq, num_cached_tokens, now):
                 core.waiting.park(seq)

@@ -2,7 +2,7 @@
 
 A heap for each tenant, and a heap of the tenants by their first sequences. Entries are never removed from the
 midst of a heap: whoever put them there says which ones are still valid, and a stale one is dropped when it
-reaches the top, or when too many have gathered. Pure.
+reaches the top, or when there are more stale ones than valid ones. Pure.
 """
 
 import heapq
@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Mapping
 
 from scheduler.sequence import Sequence
 from scheduler.tenants import Tenant
-
-TOLERATED_STALE = 64  # this many stale entries are not worth sweeping
 
 Key = tuple[float, ...]
 
@@ -45,7 +43,7 @@ class TenantHeaps:
         self._aside = aside
         self._rank = rank
         self._heaps: dict[Tenant, list[tuple[Key, int, Sequence]]] = {}
-        self._num_entries = 0  # upper bound of their number in those heaps, stale ones included
+        self._num_entries = 0  # in those heaps, at most: stale ones included
         self._offers: list[tuple[Key, int, Tenant]] = []
         self._newest_offer: dict[Tenant, int] = {}  # the valid one in `_offers`
         self._num_offers = 0
@@ -53,14 +51,14 @@ class TenantHeaps:
     def __bool__(self) -> bool:
         return bool(self._heaps)
 
-    def push(self, key: Key, entry: int, seq: Sequence) -> None:
-        """Adds `seq` under an entry that is valid from now on."""
+    def push(self, key: Key, entry: int, seq: Sequence, num_valid: int) -> None:
+        """Adds `seq` under an entry that is valid from now on, as `num_valid` are, this one included."""
         heap = self._heaps.setdefault(seq.tenant, [])
         heapq.heappush(heap, (key, entry, seq))
         self._num_entries += 1
         if heap[0][2] is seq:
             self._offer(seq.tenant)
-        if self._num_entries > TOLERATED_STALE + 2 * len(self._entry_of):
+        if self._num_entries > 2 * num_valid:
             self._sweep()
 
     def first(self) -> Sequence | None:
@@ -99,7 +97,7 @@ class TenantHeaps:
         heapq.heappush(
             self._offers, (self._rank(tenant, self._heaps[tenant][0][0]), self._num_offers, tenant)
         )
-        if len(self._offers) > TOLERATED_STALE + 2 * len(self._heaps):
+        if len(self._offers) > 2 * len(self._heaps):
             self._offers[:] = [
                 offer for offer in self._offers if self._newest_offer.get(offer[2]) == offer[1]
             ]

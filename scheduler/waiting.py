@@ -21,6 +21,7 @@ that `followers` goes once through those of an aborted sequence). Pure.
 
 import bisect
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from enum import Enum
 from operator import itemgetter
 
 from scheduler.sequence import Sequence, State
-from scheduler.tenant_heaps import TOLERATED_STALE, Key, TenantHeaps
+from scheduler.tenant_heaps import Key, TenantHeaps
 from scheduler.tenants import Contest, Tenant
 
 _PARKED = 0  # no heap entry has this number
@@ -65,6 +66,7 @@ class _Class:
     only_at: frozenset[str] | None  # executors that can ever compute them; None: all can
     by_turn: TenantHeaps  # in order of service
     by_age: TenantHeaps  # longest wait first
+    num_standing: int = 0  # members that may be served; a class without any is forgotten
 
     @property
     def name(self) -> _Name:
@@ -109,10 +111,12 @@ class WaitingQueue:
         self._on_aside = on_aside
         self._on_hold = on_hold
         self._classes: dict[_Name, _Class] = {}
+        self._num_recovering_classes = 0
         self._ladder: list[int] = []  # the importance classes that somebody stands in, the best first
         self._on_rung: dict[int, list[_Class]] = {}  # the parts of each
         self._oldest: list[tuple[float, int, Sequence]] = []  # a heap of all, by how long they have waited
         self._turn_at: dict[int, float] = {}  # when each importance class last had a turn before a better one
+        self._class_of: dict[Sequence, _Class] = {}  # where those stand that are not parked
         self._entry_of: dict[Sequence, int] = {}  # the valid entry: a sequence may wait more than once
         self._next_entry = 0
         self._aside: dict[Tenant, Sequence] = {}  # tenants at a limit of their own, and what it stopped
@@ -151,6 +155,7 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Removes a sequence, wherever it is in the queue."""
         del self._entry_of[seq]
+        self._withdraw(seq)
         self.parked.pop(seq, None)
         num_tokens = len(seq.token_ids)
         self.num_tokens -= num_tokens
@@ -180,9 +185,12 @@ class WaitingQueue:
 
     def _has_head_above(self, priority: int, at: str | None) -> bool:
         """Whether somebody more important is served next in its class, and can be computed there."""
-        better = self._ladder[: bisect.bisect_left(self._ladder, priority)]
-        parts = [of_class for rung in better for of_class in self._on_rung[rung]]
-        return any(of_class.is_seen_by(at) and self._head(of_class) is not None for of_class in parts)
+        better = itertools.takewhile(lambda rung: rung < priority, self._ladder)
+        return any(
+            of_class.is_seen_by(at) and of_class.by_turn.first() is not None
+            for rung in better
+            for of_class in self._on_rung[rung]
+        )
 
     def take_turn(self, seq: Sequence, importance: float, now: float) -> None:
         """`seq` takes the turn that its class has won, until its prompt is computed."""
@@ -193,6 +201,7 @@ class WaitingQueue:
         """`seq` still waits, but is not served before `unpark`: another sequence or executor goes first."""
         if seq not in self.parked:
             self._entry_of[seq] = _PARKED
+            self._withdraw(seq)
             self._let_pass(seq)
             self.parked[seq] = _NO_HOLDS
 
@@ -299,6 +308,7 @@ class WaitingQueue:
     def _add_entry(self, seq: Sequence) -> None:
         self._next_entry += 1
         self._entry_of[seq] = self._next_entry
+        self._withdraw(seq)
         name = _class_of(seq)
         of_class = self._classes.get(name)
         if of_class is None:
@@ -307,18 +317,37 @@ class WaitingQueue:
             by_turn = TenantHeaps(self._entry_of, self._aside, rank)
             by_age = TenantHeaps(self._entry_of, self._aside, _by_key)
             of_class = self._classes[name] = _Class(*name, by_turn, by_age)
+            self._num_recovering_classes += of_class.is_recovering
             if of_class.priority not in self._on_rung:
                 bisect.insort(self._ladder, of_class.priority)
             self._on_rung.setdefault(of_class.priority, []).append(of_class)
-        of_class.by_turn.push(self._key(seq), self._next_entry, seq)
-        of_class.by_age.push((seq.waiting_since,), self._next_entry, seq)
+        self._class_of[seq] = of_class
+        of_class.num_standing += 1
+        of_class.by_turn.push(self._key(seq), self._next_entry, seq, of_class.num_standing)
+        of_class.by_age.push((seq.waiting_since,), self._next_entry, seq, of_class.num_standing)
         heapq.heappush(self._oldest, (seq.waiting_since, self._next_entry, seq))
-        if len(self._oldest) > TOLERATED_STALE + 2 * len(self._entry_of):
+        if len(self._oldest) > 2 * len(self._entry_of):
             self._oldest = [item for item in self._oldest if self._entry_of.get(item[2]) == item[1]]
             heapq.heapify(self._oldest)
         stopped = self._aside.get(seq.tenant)
         if stopped is not None and (seq is stopped or self._comes_before(seq, stopped)):
             self.recall(seq.tenant)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """`seq` does not stand where it stood. An empty class goes at once, and with it its stale entries."""
+        of_class = self._class_of.pop(seq, None)
+        if of_class is None:
+            return
+        of_class.num_standing -= 1
+        if of_class.num_standing:
+            return
+        del self._classes[of_class.name]
+        self._num_recovering_classes -= of_class.is_recovering
+        rung = self._on_rung[of_class.priority]
+        rung.remove(of_class)
+        if not rung:
+            del self._on_rung[of_class.priority]
+            self._ladder.remove(of_class.priority)
 
     def _key(self, seq: Sequence) -> Key:
         """Order within a tenant and class: sequences that ran before and lost their seat come first."""
@@ -334,14 +363,14 @@ class WaitingQueue:
         """
         best: int | None = None
         heads: list[tuple[tuple[float, int, bool, Key], Sequence]] = []
-        for priority in self._ladder.copy():
+        for priority in self._ladder:
             if best is not None and priority > best + self._most_improvement(now):
                 break  # nobody from here on has waited for long enough
-            for of_class in self._on_rung[priority].copy():
+            for of_class in self._on_rung[priority]:
                 if (skip_recovering and of_class.is_recovering) or not of_class.is_seen_by(at):
                     continue
-                head = self._head(of_class)
-                if head is None:
+                head = of_class.by_turn.first()
+                if head is None:  # all its tenants are left out
                     continue
                 best = priority if best is None else best
                 aged = self._improvement(of_class, now) if priority > best else 0.0
@@ -361,8 +390,8 @@ class WaitingQueue:
 
     @property
     def has_recovering(self) -> bool:
-        """Whether there may be waiting sequences that are recovering."""
-        return any(is_recovering for _, is_recovering, _ in self._classes)
+        """Whether any that may be served are recovering, tenants that are left out counted."""
+        return self._num_recovering_classes > 0
 
     def _improvement(self, of_class: _Class, now: float) -> float:
         """By how many classes the wait of its oldest member improves this one, since its last turn."""
@@ -382,15 +411,3 @@ class WaitingQueue:
             return 0.0
         since = max(waiting_since, self._turn_at.get(priority, -math.inf))
         return max(0.0, (now - since) // self._aging_seconds)
-
-    def _head(self, of_class: _Class) -> Sequence | None:
-        """The next sequence of one class; forgets a class that is empty."""
-        head = of_class.by_turn.first()
-        if head is None and not of_class.by_turn:
-            del self._classes[of_class.name]
-            rung = self._on_rung[of_class.priority]
-            rung.remove(of_class)
-            if not rung:
-                del self._on_rung[of_class.priority]
-                self._ladder.remove(of_class.priority)
-        return head

@@ -308,21 +308,31 @@ def test_nobody_makes_way_before_the_step_in_which_the_head_has_tokens() -> None
     h.check_outputs()
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 def test_many_that_become_too_late_at_once_are_put_behind_over_several_plans(
-    monkeypatch: pytest.MonkeyPatch,
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also those that would be in time if all that may be cached of them were: the entrance finds it out."""
     monkeypatch.setattr(admitting, "MAX_PUT_BEHIND", 4)
-    h = Harness(limits(policy=Policy.DEADLINE), max_num_seqs=1)
+    h = Harness(
+        limits(policy=Policy.DEADLINE), max_num_seqs=1, block_size=4, num_blocks=512, max_seq_len=1024
+    )  # fmt: skip
     for i in range(10):
-        h.submit(f"warm{i}", prompt(3 + i, i), 3, ignore_eos=True)
+        h.submit(f"warm{i}", prompt(3 + i, 20 + i), 3, ignore_eos=True)
+    h.submit("before", prompt(8), 3, ignore_eos=True)
     h.run_to_end()
-    running = h.submit("running", prompt(2), 60, ignore_eos=True)
+    running = h.submit("running", [1], 60, ignore_eos=True)
     h.step()
-    late_at = h.now + 50
-    for i in range(10):
-        h.submit(f"late{i}", prompt(3, i), 9, ignore_eos=True, deadline=late_at)
-    on_time = h.submit("on time", prompt(2, 51), 3, ignore_eos=True, deadline=h.now + 500)
-    h.now = late_at - 0.0001
+    late = [
+        h.submit(
+            f"late{i}", prompt(4 * is_shared) + prompt(300, 30 + i), 3, ignore_eos=True, deadline=h.now + 50
+        )
+        for i in range(10)
+    ]
+    on_time = h.submit("on time", [2], 3, ignore_eos=True, deadline=h.now + 500)
+    best, likely = h.core.slack.latest_start_at_best(late[0]), h.core.slack.latest_start(late[0])
+    assert (best > likely) == is_shared
+    h.now = (best + likely) / 2 if is_shared else best + 1e-5
     h.core.cancel(running.request.key, FinishReason.ABORT, h.now)
     state = h.core.executors[EXECUTOR]
     h.plan()  # tells the executor of the one that has gone

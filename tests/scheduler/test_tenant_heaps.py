@@ -1,10 +1,8 @@
 """The first of all, by entries that become stale without a word."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler import tenant_heaps
 from scheduler.sequence import Sequence
 from scheduler.tenant_heaps import TenantHeaps
 from scheduler.tenants import Tenant, TenantLimits
@@ -18,42 +16,38 @@ DEEDS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("tolerated", [0, 64])
 @given(deeds=st.lists(DEEDS, max_size=60))
-def test_the_first_is_the_best_of_those_that_are_valid(
-    tolerated: int, deeds: list[tuple[object, ...]]
-) -> None:
+def test_the_first_is_the_best_of_the_valid(deeds: list[tuple[str, int, int, int]]) -> None:
     tenants = [Tenant(name, TenantLimits()) for name in "abc"]
     members = {(t, i): waiting(f"{t}{i}", tenant=tenants[t]) for t in range(3) for i in range(6)}
     entry_of: dict[Sequence, int] = {}
     keys: dict[Sequence, tuple[float, ...]] = {}
     aside: set[Tenant] = set()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tenant_heaps, "TOLERATED_STALE", tolerated)
-        heaps = TenantHeaps(entry_of, aside, lambda _, key: key)
-        for number, (deed, tenant, index, value) in enumerate(deeds, 1):
-            seq = members[tenant, index]  # type: ignore[index]
-            if deed == "push":
-                entry_of[seq], keys[seq] = number, (float(value), float(number))  # type: ignore[arg-type]
-                heaps.push(keys[seq], number, seq)
-            elif deed == "drop":
-                entry_of.pop(seq, None)
-            elif deed == "leave out":
-                aside.add(seq.tenant)
-            else:
-                aside.discard(seq.tenant)
-                heaps.recall(seq.tenant)
-            served = [item for item in entry_of if item.tenant not in aside]
-            assert heaps.first() is min(served, key=keys.__getitem__, default=None)
-            if served:
-                assert heaps.best_rank == min(keys[item] for item in served)
+    heaps = TenantHeaps(entry_of, aside, lambda _, key: key)
+    for number, (deed, tenant, index, value) in enumerate(deeds, 1):
+        seq = members[tenant, index]
+        if deed == "push":
+            entry_of[seq], keys[seq] = number, (float(value), float(number))
+            heaps.push(keys[seq], number, seq, len(entry_of))
+        elif deed == "drop":
+            entry_of.pop(seq, None)
+        elif deed == "leave out":
+            aside.add(seq.tenant)
+        else:
+            aside.discard(seq.tenant)
+            heaps.recall(seq.tenant)
+        served = [item for item in entry_of if item.tenant not in aside]
+        assert heaps.first() is min(served, key=keys.__getitem__, default=None)
+        if served:
+            assert heaps.best_rank == min(keys[item] for item in served)
 
 
-def test_stale_entries_do_not_gather() -> None:
+def test_no_more_entries_are_stale_than_valid() -> None:
     entry_of: dict[Sequence, int] = {}
     heaps = TenantHeaps(entry_of, (), lambda _, key: key)
     seq = waiting()
     for number in range(1000):
         entry_of[seq] = number
-        heaps.push((1.0, float(number)), number, seq)
-    assert sum(map(len, heaps._heaps.values())) <= 2 * tenant_heaps.TOLERATED_STALE
+        heaps.push((1.0, float(number)), number, seq, 1)
+    assert sum(map(len, heaps._heaps.values())) <= 2
+    assert len(heaps._offers) <= 2

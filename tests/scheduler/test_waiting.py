@@ -1,24 +1,16 @@
 import math
+import weakref
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from scheduler import tenant_heaps
-from scheduler import waiting as waiting_queue
 from scheduler.sequence import Event, Sequence
+from scheduler.tenant_heaps import TenantHeaps
 from scheduler.tenants import Tenant, TenantLimits
 from scheduler.waiting import Hold, Policy, WaitingQueue
 from tests.scheduler.sequences import waiting
-
-
-@pytest.fixture(autouse=True)
-def swept_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few entries show what many would."""
-    for module in (waiting_queue, tenant_heaps):
-        monkeypatch.setattr(module, "TOLERATED_STALE", 2)
-
 
 PRIORITIES = [-1, 0, 1]
 ONLY_AT = st.sampled_from([None, None, frozenset("x"), frozenset("xy")])
@@ -483,14 +475,14 @@ def test_a_look_at_the_queue_does_not_depend_on_how_many_importance_classes_ther
     for priority in range(1000):
         queue.push(waiting(f"p{priority}", priority, priority=priority))
     looks = 0
-    head = queue._head
+    first_of = TenantHeaps.first
 
-    def counted(of_class: waiting_queue._Class) -> Sequence | None:
+    def counted(heaps: TenantHeaps) -> Sequence | None:
         nonlocal looks
         looks += 1
-        return head(of_class)
+        return first_of(heaps)
 
-    monkeypatch.setattr(queue, "_head", counted)
+    monkeypatch.setattr(TenantHeaps, "first", counted)
     first = queue.peek(5.0)
     assert first is not None
     assert first.request.priority == 0
@@ -501,4 +493,20 @@ def test_a_look_at_the_queue_does_not_depend_on_how_many_importance_classes_ther
     aged = queue.peek(95.0)  # each has waited for nine turns of aging: so far down one must look
     assert aged is not None
     assert aged.request.priority == 2
-    assert looks <= 13
+    assert looks <= 22, "by turn and by age"
+
+
+def test_nothing_is_kept_of_those_that_were_given_up_behind_a_better_one() -> None:
+    """The queue need not look at their classes before the better one has gone, which may be never."""
+    queue = WaitingQueue(aging_seconds=10.0)
+    queue.push(waiting("head", 1, priority=-1))
+    kept = []
+    for number in range(500):
+        seq = waiting(f"g{number}", 2 + number, priority=number % 50)
+        queue.push(seq)
+        queue.peek(1.0)
+        queue.remove(seq)
+        kept.append(weakref.ref(seq.token_ids))
+        del seq
+    assert sum(reference() is not None for reference in kept) <= 2
+    assert len(queue._classes) == 1
