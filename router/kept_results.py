@@ -106,6 +106,8 @@ class KeptResults:
 
 
 def _kept(choice: ChoiceLog) -> KeptChoice | None:
-    if choice.end is None or choice.end.reason not in _PROPER or choice.sampling.logprobs is not None:
+    if choice.end is None or choice.end.reason not in _PROPER:
+        return None
+    if choice.sampling.logprobs is not None or choice.sampling.prompt_logprobs is not None:
         return None
     return KeptChoice(array("I", choice.output_token_ids), choice.end, choice.num_cached_tokens or 0)
