@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler.executor_session import ExecutorSession, SessionBrokenError, check_ids, rows_that_ran
-from scheduler.plan import BatchPlan, FinishedSequence, StepResult
-from scheduler.sequence import FinishReason
+from scheduler.plan import BatchPlan, FinishedSequence, SequenceError, StepResult
+from scheduler.sequence import FinishReason, StatusCode
 from tests.rig.checking_executor import capacity
 from tests.scheduler.sequences import running
 
@@ -115,6 +115,44 @@ def test_a_plan_whose_result_does_not_fit_stays_unanswered() -> None:
         session.received(StepResult(EPOCH, 1, [], [], [7]))
     assert session.resend() == [plan]
     assert session.acked_step_id == 0
+
+
+@pytest.mark.parametrize(
+    ("seq_ids", "num_sampled", "failed", "fault"),
+    [
+        ([1, 2, 3], [1, 0, 1], None, None),
+        ([1, 2], [1, 0], None, None),  # 3 was given up since: its row is no loss
+        ([2, 3], [0, 1], None, "sequence 1 is running and has no row"),
+        ([2, 3], [0, 1], 1, None),
+        ([2], [0], None, "sequence 1 is running and has no row"),
+        ([], [], None, "sequence 1 is running and has no row"),
+        ([1, 3], [1, 1], None, "sequence 2 is running and has no row"),
+        ([1, 2, 3], [0, 0, 1], None, "sequence 1 sampled 0, 1 due"),
+        ([1, 2, 3], [0, 0, 1], 1, None),
+        ([1, 2, 3], [1, 1, 1], None, "sequence 2 sampled 1, 0 due"),
+        ([1, 2, 4], [1, 0, 1], None, "row of sequence 4 was not planned"),
+        ([1, 2, 3, 4], [1, 0, 1, 0], None, "row of sequence 4 was not planned"),
+        ([3, 1, 2], [1, 1, 0], None, "sequence 1 is running and has no row"),
+        ([1, 2, 3], [1, 1], None, "differ in length"),
+        ([1, 2], [1, 0, 1], None, "differ in length"),
+    ],
+)
+def test_rows_are_those_of_the_plan_but_for_what_is_over_on_one_side(
+    seq_ids: list[int], num_sampled: list[int], failed: int | None, fault: str | None
+) -> None:
+    """Sequence 2 computes a chunk, and 3 has another number by now."""
+    rows = [running(f"r{seq_id}", prompt_len=8, max_tokens=4) for seq_id in (1, 2, 3)]
+    for seq, seq_id in zip(rows, (1, 2, 9), strict=True):
+        seq.seq_id = seq_id
+    planned: dict[str, Any] = {"seq_ids": [1, 2, 3], "num_tokens": [1, 4, 1], "num_samples": [1, 0, 1]}
+    plan = replace(plan_of(ExecutorSession(EPOCH, 2)), rows=rows, **planned)
+    errors = [] if failed is None else [SequenceError(failed, "", StatusCode.INTERNAL)]
+    result = StepResult(EPOCH, 1, seq_ids, num_sampled, [5] * sum(num_sampled), errors=errors)
+    if fault is None:
+        assert rows_that_ran(plan, result) == [rows[seq_id - 1] for seq_id in seq_ids]
+    else:
+        with pytest.raises(SessionBrokenError, match=fault):
+            rows_that_ran(plan, result)
 
 
 def test_an_end_without_a_token_breaks_the_session() -> None:
