@@ -15,14 +15,16 @@ STEP = 0.05
 ROUND_TRIP = 0.002
 
 
-def steady(num_steps: int, step: float = STEP) -> tuple[StepClock, Pace, float]:
+def steady(
+    num_steps: int, step: float = STEP, round_trip: float = ROUND_TRIP
+) -> tuple[StepClock, Pace, float]:
     """A pace after so many steps, each sent when the one before was answered; the next is just on its way."""
     clock, now = StepClock(), 0.0
     pace = Pace(clock)
     for _ in range(num_steps):
         clock.sent(step, now)
-        now += ROUND_TRIP + step
-        pace.answered(now, step, ROUND_TRIP)
+        now += round_trip + step
+        pace.answered(now, step, round_trip)
     clock.sent(step, now)
     return clock, pace, now
 
@@ -56,8 +58,12 @@ def test_the_plan_behind_a_step_leaves_before_its_end_less_the_way() -> None:
 
 
 def test_short_steps_are_not_waited_for() -> None:
-    _, pace, began = steady(5, step=SHORT_STEP_SECONDS / 2)
+    """However near the executor is: a timer is no finer than a millisecond."""
+    near = SHORT_STEP_SECONDS / 100
+    _, pace, began = steady(5, step=SHORT_STEP_SECONDS * 0.9, round_trip=near)
     assert pace.held_until(began) is None
+    _, pace, began = steady(5, step=SHORT_STEP_SECONDS * 1.1, round_trip=near)
+    assert pace.held_until(began) is not None
 
 
 def test_nothing_is_held_when_nothing_runs() -> None:
