@@ -12,6 +12,7 @@ from scheduler import entrance
 from scheduler.executor_state import ExecutorState
 from scheduler.plan import BatchPlan
 from scheduler.policy import Admission, Limits
+from scheduler.recovery import recompute_budget
 from scheduler.sequence import FinishReason, Sequence, State, StatusCode
 from scheduler.suspects import MAX_EXCUSES
 from tests.scheduler.fleet import Fleet
@@ -290,6 +291,41 @@ def test_recovery_shares_its_tokens_with_those_as_important_alone(priority: int,
     assert dict(zip(plan.rows, plan.num_tokens, strict=True)).get(lost, 0) == count
     fleet.run()
     fleet.check_outputs()
+
+
+def lost_and_seated(num_seats: int) -> tuple[Fleet, Sequence, BatchPlan]:
+    """One that was lost has the first seat, one as important has come since; the second step's plan."""
+    fleet = Fleet(Limits(watermark=0.0, admission=Admission.OPTIMISTIC, window=1))
+    fleet.attach("a", max_num_batched_tokens=16, max_num_seqs=num_seats)
+    lost = fleet.submit("lost", prompt(40, 1), 9)
+    while not lost.num_output_tokens:
+        fleet.turn()
+    fleet.lose("a")
+    fleet.attach("a", max_num_batched_tokens=16, max_num_seqs=num_seats)
+    fleet.submit("other", prompt(40, 2), 3)
+    fleet.turn()
+    (plan,) = fleet.plan("a")
+    return fleet, lost, plan
+
+
+def test_recovery_leaves_half_of_the_tokens_to_a_prompt_that_is_under_way() -> None:
+    fleet, lost, plan = lost_and_seated(num_seats=2)
+    assert not fleet.core.waiting
+    assert (plan.rows[0], plan.num_tokens) == (lost, [8, 8])
+    fleet.run()
+    fleet.check_outputs()
+
+
+def test_recovery_leaves_nothing_to_who_could_have_no_seat() -> None:
+    fleet, lost, plan = lost_and_seated(num_seats=1)
+    assert (plan.rows, plan.num_tokens) == ([lost], [16])
+    fleet.run()
+    fleet.check_outputs()
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 1), (2, 1), (3, 1), (16, 8)])
+def test_recovery_gets_half_of_what_decoding_leaves_and_never_nothing(num_tokens: int, most: int) -> None:
+    assert recompute_budget(num_tokens) == most
 
 
 def test_a_more_important_one_that_was_lost_is_not_held_up_by_the_pace() -> None:
