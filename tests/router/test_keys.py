@@ -118,6 +118,12 @@ def test_limits_are_judged_as_the_scheduler_judges_them(tmp_path: Path, limit: s
     assert bool(refusal) == (value not in {"1", "0.5", "inf"})
 
 
+@pytest.mark.parametrize("best", [-1000, 1000])
+def test_the_best_priority_of_a_key_may_be_any_that_a_request_may_have(best: int) -> None:
+    ring = parsed(f'[acme]\nkeys = ["{hashed(KEY)}"]\nbest_priority = {best}')
+    assert ring.caller(f"Bearer {KEY}").best_priority == best
+
+
 def test_a_priority_better_than_the_key_allows_is_denied() -> None:
     caller = Caller("acme", 5, is_admin=False)
     keys.check_priority(caller, 5)

@@ -104,6 +104,9 @@ def test_a_token_before_they_are_whole_ends_the_stream() -> None:
     with pytest.raises(SessionError, match="got tokens after 2 of 4"):
         session.receive(connection, told(output(1, {1: [65]}), 1, 1, reports(log, 1, 2)), 100.0)
     assert log.choices[0].output_token_ids == []
+    session, connection, log = begun()
+    with pytest.raises(SessionError, match="got tokens after 0 of 4"):
+        session.receive(connection, output(1, {1: [65]}), 100.0)
 
 
 def test_one_that_did_not_ask_gets_none() -> None:

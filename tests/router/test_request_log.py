@@ -86,6 +86,19 @@ def test_a_delta_holds_everything_since_the_last_one_was_taken() -> None:
     assert choice.first_token_at == 11.0
 
 
+def test_log_probabilities_that_the_client_has_not_taken_are_counted_with_their_alternatives() -> None:
+    log = new_log(n=2, logprobs=4)
+    assert log.num_unread_numbers == 0
+    log.choices[0].append(ids("ab"), [logprob(id_) for id_ in ids("ab")], 11.0)
+    log.choices[1].append(ids("c"), [logprob(id_) for id_ in ids("c")], 11.0)
+    assert log.num_unread_numbers == 3 * (1 + 4)
+    log.choices[0].take_delta()
+    assert log.num_unread_numbers == 1 + 4
+    unasked = new_log()
+    unasked.choices[0].append(ids("ab"), (), 11.0)
+    assert unasked.num_unread_numbers == 0
+
+
 def test_b41_text_that_may_become_a_stop_string_is_held_and_ids_go_on() -> None:
     choice = new_log("xyz").choices[0]
     choice.append(ids("ax"), (), 11.0)

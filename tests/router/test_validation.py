@@ -290,6 +290,22 @@ def test_variables_that_cannot_be_are_refused_by_name(text: str, why: str) -> No
     assert_refused(refusal(with_variables(text)), "chat.chat_template_kwargs", why)
 
 
+def test_an_assistants_last_message_alone_is_continued_and_then_none_is_begun() -> None:
+    def asked(role: str, *, begins: bool) -> GenerateRequest:
+        turns = [ChatMessage("user", "Hi"), ChatMessage(role, "The answer is")]
+        return GenerateRequest(
+            prompt=Conversation(turns, [], add_generation_prompt=begins, continue_final_message=True)
+        )
+
+    chat = checked(asked("assistant", begins=False), model="m", limits=LIMITS).prompt
+    assert isinstance(chat, Chat)
+    assert (chat.continue_final_message, chat.add_generation_prompt) == (True, False)
+    error = refusal(asked("assistant", begins=True))
+    assert_refused(error, "chat.continue_final_message", "add_generation_prompt")
+    error = refusal(asked("user", begins=False))
+    assert_refused(error, "chat.continue_final_message", "the last message is of 'user'")
+
+
 def test_b101_what_a_conversation_says_in_json_is_bounded_in_all() -> None:
     def asked(messages: list[ChatMessage], tools: list[str]) -> GenerateRequest:
         return GenerateRequest(prompt=Conversation(messages, tools, add_generation_prompt=True))
