@@ -55,6 +55,18 @@ def test_a_kernel_that_cannot_take_pages_leaves_them_to_the_first_write(
     assert not tensor.any()
 
 
+def test_huge_pages_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Asked(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            asked.append(option)
+
+    monkeypatch.setattr(mmap, "mmap", Asked)
+    memory.zeros((10,), torch.float32)
+    assert asked == [mmap.MADV_HUGEPAGE]
+
+
 def test_small_pages_do_where_there_are_no_huge_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoHugePages(mmap.mmap):
         def madvise(self, *_: int) -> None:

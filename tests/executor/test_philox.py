@@ -47,6 +47,12 @@ def test_numbers_of_one_seed_are_spread_evenly() -> None:
     assert chi_square < 37.7  # 15 degrees of freedom, one in a thousand
 
 
+def test_each_of_the_53_bits_of_a_number_is_drawn() -> None:
+    bits = [int(number * 2**53) for number in uniforms([7] * 1000, list(range(1000)))]
+    for place in range(53):
+        assert 400 < sum(one >> place & 1 for one in bits) < 600, place
+
+
 def test_streams_and_neighbouring_seeds_do_not_repeat_each_other() -> None:
     indices = list(range(1000))
     columns = [

@@ -326,6 +326,28 @@ def test_b55_a_request_that_cannot_be_computed_ends_with_a_sentence(
     assert named in result.errors[0].message
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token_ids": (1,) * 39, "block_ids": range(10)},
+        {"token_ids": (0, 99)},
+        {"token_ids": (1, 2, 3), "num_prompt_tokens": 1, "max_tokens": 3},
+        {"max_tokens": 1, "min_tokens": 1},
+        {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0},
+        {"temperature": 100.0, "top_p": 1e-9, "min_p": 1.0},
+        {"stop_token_ids": frozenset({0, 99})},
+        {"logprobs": 0, "prompt_logprobs": 0},
+        {"logprobs": 20, "prompt_logprobs": 20},
+        {"repetition_penalty": 100.0, "presence_penalty": -2.0, "frequency_penalty": -2.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"logit_bias": ((0, -100.0), (99, 100.0))},
+        {"allowed_token_ids": frozenset({0, 99}), "banned_token_ids": frozenset({0})},
+    ],
+)
+def test_a_request_may_ask_for_just_what_the_limits_say(fields: dict[str, Any]) -> None:
+    assert run(table(), plan(1, admitted=(new(1, **fields),))).errors == ()
+
+
 @pytest.mark.parametrize("top_k", [0, 100, 10**7, 2**31 - 1, 2**63 - 1])
 def test_b53_a_top_k_above_the_vocabulary_is_no_error(top_k: int) -> None:
     assert run(table(), plan(1, admitted=(new(1, top_k=top_k),))).errors == ()

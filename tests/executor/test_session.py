@@ -87,6 +87,17 @@ def test_a_fenced_scheduler_is_told_who_holds_and_a_returning_one_that_it_is_not
         session.receive(session.attach(), plan(1, epoch=404))
 
 
+def test_epochs_that_ended_long_ago_are_forgotten_so_that_they_do_not_pile_up() -> None:
+    session, _ = opened()
+    for epoch in range(12, 212):
+        session.open("b", epoch, epoch)
+    session.open("c", 212, 212)
+    with pytest.raises(NotOpen):
+        session.receive(session.attach(), plan(1, epoch=11))
+    with pytest.raises(Held, match="held by scheduler c"):
+        session.receive(session.attach(), plan(1, epoch=211))
+
+
 def test_an_executor_that_nobody_opened_says_so() -> None:
     session = Session[str](WINDOW)
     with pytest.raises(NotOpen, match="no scheduler has opened the executor since it started"):
