@@ -194,6 +194,19 @@ def test_the_check_sees_what_is_lost_shared_or_marked_wrongly() -> None:
         blocks.check([table])
 
 
+def test_the_quick_check_sees_a_block_or_a_reference_that_is_lost() -> None:
+    blocks = BlockManager(4, 4)
+    table = blocks.allocate(2)
+    blocks.share(table[:1])
+    blocks.check_counts(3)
+    for num_table_entries in (2, 4):
+        with pytest.raises(BlockError, match=f"3 references for {num_table_entries} table entries"):
+            blocks.check_counts(num_table_entries)
+    blocks.free_block_ids.pop()
+    with pytest.raises(BlockError, match="2 held \\+ 1 to be had of 4 blocks"):
+        blocks.check_counts(3)
+
+
 def test_the_check_sees_an_index_that_disagrees_with_the_blocks() -> None:
     def known() -> tuple[BlockManager, int]:
         blocks = BlockManager(2, 4)

@@ -76,6 +76,17 @@ async def test_who_comes_later_is_told_who_sits_there_and_the_steps_from_then_on
     assert await second.queue.get() == await first.queue.get()
 
 
+async def test_nothing_is_told_twice_to_those_who_were_there(rig: Rig) -> None:
+    first, second, third = FeedReader(""), FeedReader(""), FeedReader("")
+    rig.feed.join(first)
+    rig.step()
+    rig.feed.join(second)
+    rig.feed.join(third)
+    assert third.queue.get_nowait() == second.queue.get_nowait()
+    assert first.queue.qsize() == 1
+    assert second.queue.empty()
+
+
 async def test_who_leaves_is_told_with_the_reason(rig: Rig) -> None:
     reader = FeedReader("")
     rig.feed.join(reader)

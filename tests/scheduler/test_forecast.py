@@ -100,6 +100,14 @@ def test_who_has_outlived_all_may_go_on_to_its_limit() -> None:
     assert model.remaining(500, 700) == 200
 
 
+def test_nobody_is_expected_to_go_beyond_its_limit() -> None:
+    model = LengthModel()
+    for _ in range(100):
+        model.observe(600)
+    assert [model.remaining(num_output, 30) for num_output in (0, 25, 30)] == [30, 5, 0]
+    assert model.remaining(1000, 1050) == 50
+
+
 def test_the_longer_one_runs_beyond_what_is_usual_the_longer_it_is_expected_to_go_on() -> None:
     model = LengthModel()
     for _ in range(100):

@@ -29,6 +29,14 @@ def test_a_lease_that_was_given_up_is_claimed_at_once_at_the_next_term() -> None
     assert leading(lease, Record(7, "a", 101), 0.25).term == 8
 
 
+def test_nobody_else_leads_while_the_file_names_nobody_or_oneself() -> None:
+    """A scheduler that was started again finds its own name there, and does not wait for itself to lead."""
+    lease = Lease("a", SECONDS)
+    assert lease.leader == ""
+    assert lease.look(Record(7, "a", 100), 0.0, is_free=False) is None
+    assert lease.leader == ""
+
+
 def test_a_leader_that_beats_is_left_alone_for_ever() -> None:
     lease = Lease("b", SECONDS)
     assert all(lease.look(Record(7, "a", beat), float(beat), is_free=False) is None for beat in range(1000))
@@ -66,6 +74,16 @@ def test_a_fenced_leader_never_claims_in_reply_and_then_above_the_term_it_was_to
     assert lease.role is Role.STANDING_BY
     assert lease.look(mine, 2.0, is_free=True) is None
     assert leading(lease, mine, 2.0 + SECONDS).term == 42
+
+
+def test_one_that_stands_by_and_is_fenced_again_heeds_the_term_and_waits_no_longer() -> None:
+    """An executor after the other tells the leader that was: each time a higher term, never a new wait."""
+    lease = Lease("a", SECONDS)
+    mine = leading(lease)
+    lease.fenced(41, 2.0)
+    lease.fenced(43, 4.0)
+    lease.fenced(42, 4.0)
+    assert leading(lease, mine, 2.0 + SECONDS).term == 44
 
 
 def test_one_that_leaves_leads_until_another_one_does() -> None:

@@ -116,6 +116,16 @@ def test_a_request_is_read_back_but_for_what_tells_what_was_said() -> None:
     assert over.stop_token_ids == {resumed[-1]}
 
 
+def test_of_a_request_that_asks_for_nothing_special_little_is_recorded() -> None:
+    request = Request(
+        key=b"k" * 16, request_id="r1", prompt_token_ids=array("I", [7]), sampling=b"", max_tokens=9
+    )  # fmt: skip
+    event = request_event(request, 0, Digester(2, SECRET), [])
+    assert event.keys() == {"key", "request_id", "prompt", "output", "digests", "max_tokens"}
+    read, _ = request_of(json.loads(line(event)), 2)
+    assert read == replace(request, prompt_token_ids=array("I", [0]))
+
+
 def plan_with(**changed: object) -> BatchPlan:
     new = NewSequence(3, array("I", [1, 2]), 2, 0, [5], b"s", None)
     values: dict[str, object] = {
@@ -141,6 +151,19 @@ def test_plans_differ_in_their_digest_when_they_differ_in_what_is_done() -> None
     assert len(digests) == len(others) + 1
     same = plan_with(admitted=[replace(new, token_ids=array("I", [8, 9]), sampling=b"")])
     assert plan_digest(same) == plan_digest(plan_with())
+
+
+def test_rows_are_recorded_only_where_they_are_not_those_that_were_planned() -> None:
+    result = StepResult(1, 2, [1, 3], [1, 1], [5, 6], total_us=30, idle_us=4)
+    assert result_event(result, plan_with(), {}) == {"step": 2, "us": 30, "idle_us": 4}
+    for differs in (
+        replace(result, epoch=5),
+        replace(result, seq_ids=[3, 1]),
+        replace(result, num_sampled=[2, 0]),
+        replace(result, token_ids=[5]),
+    ):
+        event = result_event(differs, plan_with(), {})
+        assert result_of(event, plan_with()) == replace(differs, token_ids=[0] * len(differs.token_ids))
 
 
 results = st.builds(

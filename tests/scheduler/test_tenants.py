@@ -37,10 +37,21 @@ def test_seats_and_blocks_are_bounded_each_by_its_own_limit() -> None:
     assert not tenant.may_run_one_more
 
 
+def test_a_lone_sequence_grows_beyond_its_tenants_blocks_and_two_do_not() -> None:
+    tenant = Tenant("a", TenantLimits(max_blocks=10), num_running=1)
+    tenant.meter(10, 0.0)
+    assert tenant.may_grow, "it could never end"
+    tenant.num_running = 2
+    assert not tenant.may_grow
+    tenant.meter(-1, 1.0)
+    assert tenant.may_grow
+
+
 def test_without_limits_nothing_is_bounded() -> None:
     tenant = Tenant("a", TenantLimits(), num_running=10_000)
     assert tenant.may_run_one_more
     assert tenant.may_hold(1_000_000)
+    assert tenant.may_grow
     assert tenant.requests is None
     assert tenant.tokens is None
 
@@ -275,12 +286,15 @@ def test_nobody_gains_by_being_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     spent.requests.take(60, 0.0)
     greedy.num_input_tokens = 1000
     ceases(contest, greedy)
+    metered.num_input_tokens, metered.num_output_tokens = 7, 2
     metered.meter(3, 0.0)
     metered.meter(-3, 5.0)
     for i in range(100):
         tenants.get(f"made up {i}", 30.0)
     assert [tenants.get(name, 30.0) for name in ("busy", "spent", "greedy")] == [busy, spent, greedy]
+    assert tenants.get("metered", 30.0) is not metered
     assert tenants.dropped_block_seconds == 15.0
+    assert (tenants.num_input_tokens, tenants.num_output_tokens) == (100 + 1000 + 7, 2)
     assert len(list(tenants)) <= 20 + 2
 
 

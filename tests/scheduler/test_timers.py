@@ -101,6 +101,20 @@ def test_the_heap_is_bounded_by_the_living() -> None:
     assert timers.next_time is None
 
 
+def test_a_deadline_is_not_forgotten_for_a_nearer_time_that_was_called_off() -> None:
+    """Its router goes again and again, so that only the newest entry is kept; then the router is back."""
+    timers, seq = Timers(), waiting(deadline=1000.0)
+    timers.watch(seq, 1)
+    seq.orphaned_until = 3.0
+    for _ in range(100):
+        timers.watch(seq, 1)
+    assert len(timers._heap) < 100
+    seq.orphaned_until = None
+    assert timers.due(3.0) == []
+    assert timers.next_time == 1000.0
+    assert timers.due(1000.0) == [seq]
+
+
 def test_a_sequence_without_a_deadline_is_never_looked_at() -> None:
     timers = Timers()
     timers.watch(waiting(), 1)
