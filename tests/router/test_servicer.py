@@ -263,6 +263,26 @@ async def test_b106_what_has_ended_is_told_again_from_where_its_client_is(start:
         await rig.quiet()
 
 
+async def test_a_request_that_comes_again_is_told_the_log_probabilities_of_its_prompt_again(
+    start: Start,
+) -> None:
+    scheduler = ScriptedScheduler()
+    scheduler.welcome.features.append("prompt_logprobs")
+    of_prompt = [common_pb2.TokenLogprobs(token_id=ord("i"), logprob=-1, rank=1)]
+    async with start(scheduler) as rig:
+        request = text_request("hi", request_id="again", sampling=Sampling(prompt_logprobs=0))
+        for count in (1, 2):
+            call = rig.stub.Generate(request)
+            submit = await rig.scheduler.submitted(count)
+            output = scheduler_pb2.StepOutput()
+            output.prompt_logprobs.add(handle=submit.handle, first_position=1, tokens=of_prompt)
+            await rig.scheduler.send(output)
+            await rig.scheduler.give(submit, [97], finish=LENGTH)
+            info = next(e.prompt_info for e in await collect(call) if e.WhichOneof("event") == "prompt_info")
+            assert list(info.logprobs) == of_prompt
+            await rig.quiet()
+
+
 @pytest.mark.parametrize("cut", range(9))
 async def test_b106_a_resumed_text_goes_on_exactly_whatever_was_held_back(start: Start, cut: int) -> None:
     async with start(ScriptedScheduler(script=letters("ab😀stop"))) as rig:
