@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler import policy
@@ -362,6 +362,10 @@ def test_who_would_free_nothing_is_spared_while_anybody_frees_some() -> None:
 
 
 @given(num_running=st.integers(1, 8192), num_free=st.integers(0, 100_000), block_size=st.integers(1, 64))
+@example(num_running=127, num_free=100_000, block_size=16)
+@example(num_running=128, num_free=256, block_size=16)
+@example(num_running=512, num_free=1023, block_size=16)
+@example(num_running=512, num_free=4096, block_size=1)
 def test_growth_is_handed_out_early_only_where_there_is_room_and_all_have_it_in_time(
     num_running: int, num_free: int, block_size: int
 ) -> None:
