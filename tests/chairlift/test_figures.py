@@ -23,3 +23,9 @@ def test_figures_count_useful_rows_and_end_with_the_last_answer() -> None:
     assert result.num_steps == 3
     assert result.mean_width == pytest.approx(5 / 3)
     assert "7.5 tokens/s" in str(result)
+
+
+def test_the_width_of_one_step_is_its_rows_and_of_none_nothing() -> None:
+    answers = [Answer("A", "", num_tokens=1, first_token_seconds=1.0, total_seconds=1.0)]
+    assert figures(answers, [Step(1, (Member(1, "A"),))]).mean_width == 1
+    assert figures(answers, []).mean_width == 0

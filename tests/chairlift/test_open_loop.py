@@ -53,6 +53,7 @@ def test_times_count_from_when_a_request_was_due() -> None:
     assert result["time_to_first_token_seconds"]["p50"] == pytest.approx(0.5)
     assert result["inter_token_seconds"]["max"] == pytest.approx(0.3)
     assert result["inter_token_seconds"]["p50"] == pytest.approx(0.2)
+    assert result["inter_token_seconds"]["mean"] == pytest.approx(0.2)
     assert result["output_tokens_per_second"] == pytest.approx(1.5)
 
 
@@ -95,6 +96,10 @@ def test_requests_that_come_all_at_once_have_no_rate_and_a_report() -> None:
     result = report([seen(0.0, 0.2), seen(0.0, 0.3)], NO_LIMITS, seconds=1.0, cpu_seconds=0)
     assert result["offered_requests_per_second"] is None
     assert result["num_answered"] == 2
+    alone = report([seen(1.0, 1.2)], NO_LIMITS, seconds=1.2, cpu_seconds=0)
+    assert alone["offered_requests_per_second"] is None
+    two = report([seen(1.0, 1.2), seen(4.0, 4.3)], NO_LIMITS, seconds=4.3, cpu_seconds=0)
+    assert two["offered_requests_per_second"] == pytest.approx(2 / 4.0)
 
 
 def test_what_was_found_in_the_cache_is_counted_of_those_that_were_answered() -> None:

@@ -1,7 +1,7 @@
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from rpc.errors import MAX_MESSAGE_BYTES, RequestError, invalid, status_of
+from rpc.errors import MAX_MESSAGE_BYTES, RequestError, from_call, invalid, status_of
 
 
 def details_of(error: RequestError) -> status_pb2.Status:
@@ -28,6 +28,51 @@ def test_a_wait_travels_as_a_retry_info() -> None:
 
 def test_a_plain_error_has_no_details() -> None:
     assert not details_of(RequestError(grpc.StatusCode.UNAVAILABLE, "away")).details
+
+
+class Call:
+    """What a peer raises when a call ends with this refusal."""
+
+    def __init__(self, error: RequestError) -> None:
+        self._status = status_of(error)
+
+    def code(self) -> grpc.StatusCode:
+        return self._status.code
+
+    def details(self) -> str:
+        return self._status.details
+
+    def trailing_metadata(self) -> object:
+        return self._status.trailing_metadata
+
+
+def test_a_refusal_is_read_by_the_peer_as_it_was_made() -> None:
+    for error in (
+        invalid("max_tokens", "max_tokens is 0: it must be at least 1"),
+        RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_seconds=1.25),
+        RequestError(grpc.StatusCode.UNAVAILABLE, "away"),
+    ):
+        read = from_call(Call(error))
+        assert (read.code, read.message) == (error.code, error.message)
+        assert (read.field, read.retry_after_seconds) == (error.field, error.retry_after_seconds)
+
+
+def test_an_error_that_no_service_of_ours_made_is_read_by_its_code() -> None:
+    class Bare(Call):
+        def details(self) -> str:
+            return ""
+
+        def trailing_metadata(self) -> object:
+            return None
+
+    read = from_call(Bare(RequestError(grpc.StatusCode.CANCELLED, "")))
+    assert (read.code, read.message) == (grpc.StatusCode.CANCELLED, "CANCELLED")
+
+    class Odd(Call):
+        def trailing_metadata(self) -> object:
+            return (("grpc-status-details-bin", "no bytes"),)
+
+    assert from_call(Odd(invalid("n", "n is 0"))).field == ""
 
 
 def test_long_and_odd_text_is_cut_to_what_trailers_carry() -> None:

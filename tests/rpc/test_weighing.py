@@ -44,7 +44,8 @@ def refused(raw: bytes) -> str:
 
 def test_as_many_parts_as_are_allowed_are_and_one_more_is_not() -> None:
     weighing.check_weight(messages(weighing.MAX_FIELDS - 1), KIND)  # the chat is a field too
-    assert "more than 65536 fields" in refused(messages(weighing.MAX_FIELDS))
+    too_many = refused(messages(weighing.MAX_FIELDS))
+    assert "more than 65536 fields and entries, most in chat.messages;" in too_many
     most = field(NUMBER["token_ids"], field(1, b"\x80\x01" * weighing.MAX_NUMBERS))
     weighing.check_weight(most, KIND)
     more = field(NUMBER["token_ids"], field(1, b"\x01" * (weighing.MAX_NUMBERS + 1)))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.lab.fit import FitError, Measured, fit
+from chairlift.lab.fit import Fit, FitError, Measured, fit
 from chairlift.lab.step_times import Linear
 
 
@@ -54,7 +54,11 @@ def test_disturbed_steps_are_told_and_do_not_pull_the_prices_to_one_side() -> No
     assert all(0.05 < item.error_p50 < 0.4 for item in found)
     mean = sum(item.error_of_total for item in found) / len(found)
     assert abs(mean) < 0.03
-    assert "% off in the median" in found[0].sentence
+
+
+def test_how_far_prices_are_off_is_told_in_percent() -> None:
+    told = Fit(Linear(1.0, 1.0, 1.0, 1.0), 12, error_p50=0.05, error_p90=0.2, error_of_total=-0.013)
+    assert told.sentence == ("12 steps: 5.0 % off in the median, 20.0 % for 9 in 10, -1.3 % all together")
 
 
 @given(st.lists(st.floats(1.0, 1e6), min_size=8, max_size=30), st.randoms(use_true_random=False))

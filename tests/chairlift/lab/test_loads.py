@@ -185,9 +185,9 @@ def test_a_cut_from_the_middle_of_a_trace_begins_at_zero(tmp_path: Path, start: 
 
 def test_a_trace_that_goes_round_again_finds_nothing_of_the_time_before() -> None:
     rows = (Row(0.0, 600, 1, (0, 1)), Row(1.0, 600, 1, (0, 2)), Row(2.0, 600, 1, (3, 4)))
-    prompts = [item.prompt_token_ids for item in Load(9, rows=rows, arrivals="trace")]
-    assert len({prompt[0] for prompt in prompts}) == 6  # the first two of each time begin alike
-    for first in range(0, 9, 3):
+    prompts = [item.prompt_token_ids for item in Load(30, rows=rows, arrivals="trace")]
+    assert len({prompt[0] for prompt in prompts}) == 20  # the first two of each time begin alike
+    for first in range(0, 30, 3):
         assert prompts[first][:512] == prompts[first + 1][:512]
     with pytest.raises(LoadError, match=r"go 3 times through the trace, .* more than the 8388608 that there"):
         Load(3, rows=(Row(0.0, 5, 1, (4_000_000,)),), arrivals="at-once")

@@ -47,6 +47,9 @@ def test_one_alone_takes_a_step_for_its_prompt_and_one_for_each_further_token() 
     assert list(records.in_time) == [1]
     assert records.gaps.count == 2
     assert records.gaps.quantile(0.5) == pytest.approx(0.0101, rel=0.003)
+    totals = loop.totals
+    assert (totals.num_steps, totals.num_rows, totals.num_computed_tokens) == (3, 3, 22)
+    assert totals.filled_slot_seconds == pytest.approx(20 * 0.012 + (21 + 22) * 0.0101)
 
 
 def test_what_the_client_allows_ends_it() -> None:
