@@ -79,7 +79,8 @@ def test_a_chunk_tells_of_its_tokens_but_the_first_and_of_the_one_behind_it() ->
     seq = row(1, want_prompt_logprobs=True)
     assert taken(seq, 3, (1, ["1", "2", "3"])) == "progressed"
     assert taken(seq, 3, None) == "nothing due"  # it was preempted, and computes that again
-    assert taken(seq, 8, (4, ["4", "5", "6", "7"])) == "progressed"
+    assert taken(seq, 4, (4, ["4"])) == "progressed"
+    assert taken(seq, 8, (5, ["5", "6", "7"])) == "progressed"
     assert seq.prompt_logprobs == ["1", "2", "3", "4", "5", "6", "7"]
     assert taken(seq, 8, None) == "nothing due"
 

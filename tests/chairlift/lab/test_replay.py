@@ -20,6 +20,7 @@ from chairlift.lab.step_times import Linear
 from scheduler import recorder
 from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
+from scheduler.door import RefusedError
 from scheduler.plan import BatchPlan, Capacity, FinishedSequence, StepResult
 from scheduler.policy import Admission, Limits
 from scheduler.record_events import line
@@ -185,6 +186,18 @@ def test_an_executor_that_is_away_is_away_in_the_replay(records: _Records) -> No
     assert len(plan.rows) == 2
     (report,) = records.replay_all()
     assert report.num_plans == 2
+
+
+def test_how_many_were_refused_and_the_time_from_first_to_last_are_told(records: _Records) -> None:
+    limits = Limits(window=1, default_tenant=TenantLimits(requests_per_minute=1))
+    core = records.of(RecordingCore, limits, cache_secret=b"any")
+    core.attach("a", 1, capacity(), 100.0)
+    core.submit(request(1, [1, 2, 3]), now=101.0)
+    for now in (102.0, 103.0):
+        with pytest.raises(RefusedError):
+            core.submit(request(2, [1, 2, 3], accepted_before=False), now=now)
+    (report,) = records.replay_all()
+    assert (report.num_refused, report.seconds, len(report.seen)) == (2, 3.0, 1)
 
 
 def test_a_stream_that_came_back_is_told_before_the_answer_that_it_brought(records: _Records) -> None:
