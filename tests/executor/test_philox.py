@@ -47,6 +47,11 @@ def test_numbers_of_one_seed_are_spread_evenly() -> None:
     assert chi_square < 37.7  # 15 degrees of freedom, one in a thousand
 
 
+def test_a_number_is_made_of_the_first_two_words() -> None:
+    bits = 0x6627E8D5 >> 5 << 26 | 0xE169C58D >> 6  # of the published vector of zeros
+    assert uniforms([0], [0], stream=0).tolist() == [bits * 2.0**-53]
+
+
 def test_each_of_the_53_bits_of_a_number_is_drawn() -> None:
     bits = [int(number * 2**53) for number in uniforms([7] * 1000, list(range(1000)))]
     for place in range(53):

@@ -32,7 +32,7 @@ def test_a_result_is_told_from_where_its_client_is() -> None:
     for choice, known in zip((fresh, behind), result.choices, strict=True):
         assert known is not None
         assert known.tell(choice, 30.0)
-        assert choice.end == End(FinishReason.LENGTH)
+        assert (choice.end, choice.num_cached_tokens) == (End(FinishReason.LENGTH), 0)
     told = [choice.take_delta() for choice in (fresh, behind)]
     assert [delta and (delta.offset, delta.text) for delta in told] == [(0, "abc"), (2, "c")]
 

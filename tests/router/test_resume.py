@@ -51,8 +51,8 @@ def test_any_text_is_a_token_or_refused(text: str) -> None:
 
 
 def test_what_was_received_is_put_in_order_of_the_choices() -> None:
-    resume = Resume("t", [(2, [5]), (0, [])])
-    assert checked_received(resume, num_choices=3, vocab_size=10, max_tokens=1) == [[], [], [5]]
+    resume = Resume("t", [(2, [0, 9]), (0, [])])
+    assert checked_received(resume, num_choices=3, vocab_size=10, max_tokens=2) == [[], [], [0, 9]]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_what_was_received_is_put_in_order_of_the_choices() -> None:
         ([(0, [1]), (3, [5])], "resume.received[1].index", "is 3; the request has 3 choices"),
         ([(1, [1]), (1, [1])], "resume.received[1].index", "is 1, which an earlier entry has too"),
         ([(0, [1] * 5)], "resume.received[0].token_ids", "has 5 ids; max_tokens of this request is 4"),
-        ([(2, [9, 0, 10, -1])], "resume.received[0].token_ids", "[2] is 10; ids go from 0 to 9"),
-        ([(2, [9, 0, -1, 10])], "resume.received[0].token_ids", "[2] is -1; ids go from 0 to 9"),
+        ([(2, [9, 0, 10])], "resume.received[0].token_ids", "[2] is 10; ids go from 0 to 9"),
+        ([(2, [9, 0, -1])], "resume.received[0].token_ids", "[2] is -1; ids go from 0 to 9"),
     ],
 )
 def test_what_cannot_have_been_received_is_refused_by_its_place(
