@@ -156,6 +156,21 @@ def test_who_does_not_follow_is_not_held_up_by_those_who_do() -> None:
     h.check_outputs()
 
 
+def test_a_follower_waits_for_what_it_shares_and_not_for_the_rest_of_its_leader() -> None:
+    h = harness(2, max_num_batched_tokens=64)
+    h.submit("leader", prompt(100), 5, ignore_eos=True)
+    follower = h.submit("follower", [*prompt(40), *prompt(60, 50)], 5, ignore_eos=True)
+    h.plan()
+    h.plan()  # the rest of the leader: it leaves 28 tokens
+    assert h.members() == {"leader"}
+    h.result()  # of its first 64
+    h.plan()
+    assert h.members() == {"leader", "follower"}
+    assert follower.num_cached_tokens == 32
+    h.run_to_end()
+    h.check_outputs()
+
+
 def test_nobody_waits_for_the_work_of_one_who_is_less_important() -> None:
     """Its chunks come after those of everybody more important: a follower would wait for those too."""
     h = harness(1, max_num_batched_tokens=32)
