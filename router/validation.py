@@ -388,6 +388,17 @@ def check_num_calls(turns: abc.Sequence[Turn]) -> None:
         )
 
 
+def check_tools(tools: abc.Sequence[str]) -> None:
+    """Refuses more tools than a template is shown. Raises RequestError, INVALID_ARGUMENT."""
+    _at_most("chat.tools", len(tools), MAX_CHAT_TOOLS)
+    num_characters = sum(map(len, tools))
+    if num_characters > MAX_TOOLS_CHARACTERS:
+        raise invalid(
+            "chat.tools",
+            f"chat.tools has {num_characters} characters; at most {MAX_TOOLS_CHARACTERS} are allowed in all",
+        )
+
+
 def check_num_token_ids(field: str, count: int) -> None:
     """Refuses more ids than are turned into text at once. Raises RequestError, INVALID_ARGUMENT."""
     _at_most(field, count, MAX_TOKENIZED)
@@ -560,13 +571,7 @@ def _checked_chat(conversation: Conversation) -> Chat:
     if not conversation.messages:
         raise invalid("chat.messages", "chat.messages is empty; at least one message is required")
     _at_most("chat.messages", len(conversation.messages), MAX_CHAT_MESSAGES)
-    _at_most("chat.tools", len(conversation.tools), MAX_CHAT_TOOLS)
-    num_characters = sum(map(len, conversation.tools))
-    if num_characters > MAX_TOOLS_CHARACTERS:
-        raise invalid(
-            "chat.tools",
-            f"chat.tools has {num_characters} characters; at most {MAX_TOOLS_CHARACTERS} are allowed in all",
-        )
+    check_tools(conversation.tools)
     if conversation.continue_final_message:
         if conversation.add_generation_prompt:
             raise invalid(

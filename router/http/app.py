@@ -29,13 +29,14 @@ from router import aside, keys
 from router.call import INLINE_NUMBERS, Call, News, PromptSeen, num_numbers
 from router.http import description, errors, hosts, page
 from router.http.answers import Answer
-from router.http.asked import Asked, Detokenizing, ForcedFunction, OfferedTools, Tokenizing
+from router.http.asked import Asked, Detokenizing, Tokenizing
 from router.http.encoding import encoded, event
 from router.http.errors import HttpError
 from router.http.exchange import Exchange
 from router.http.live import Live
 from router.http.reading import Bodies
 from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape, ToolsShape
+from router.http.tools import ForcedFunction, OfferedTools
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
 from router.stall import STALL_SECONDS, StalledError, StallGuard

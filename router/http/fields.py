@@ -13,7 +13,9 @@ import math
 import re
 from typing import Any, Final, NoReturn, TypeVar
 
-from rpc.errors import invalid
+import grpc
+
+from rpc.errors import RequestError, invalid
 
 MIN_INT: Final = -(1 << 63)
 MAX_INT: Final = (1 << 63) - 1
@@ -151,6 +153,27 @@ def wholes(values: list[Any], path: str) -> tuple[int, ...]:
         for position, value in enumerate(values):
             whole(value, f"{path}[{position}]")
     return tuple(values)
+
+
+def json_text(value: dict[str, Any], path: str) -> str:
+    """An object as JSON text again. Raises RequestError, INVALID_ARGUMENT, when it cannot be."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError as error:
+        raise invalid(path, f"{path} is nested too deeply") from error
+    except ValueError as error:
+        raise invalid(path, f"{path} holds a number that is not finite") from error
+
+
+def only(name: str, value: object, served: object) -> None:
+    """Refuses any value but the one that is served; absent is too. Raises RequestError, UNIMPLEMENTED."""
+    if value is not None and value != served:
+        raise unserved(name, f"{name} is supported as {json.dumps(served)} alone")
+
+
+def unserved(field: str, message: str) -> RequestError:
+    """The refusal of what is known and not served."""
+    return RequestError(grpc.StatusCode.UNIMPLEMENTED, message, field=field)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from router.chat import ToolCall
 from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.http import asked
-from router.http.asked import MAX_CHOICES_IN_ALL, Asked, ForcedFunction, OfferedTools
+from router.http.asked import MAX_CHOICES_IN_ALL, Asked
 from router.http.fields import Fields, parsed
+from router.http.tools import ForcedFunction, OfferedTools
 from router.validation import Conversation, Limits, checked
 from rpc.errors import RequestError
 
