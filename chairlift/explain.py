@@ -16,7 +16,7 @@ from protos.v1 import router_pb2
 from rpc.cancel import heed_cancel
 
 _BAR_CHARACTERS = 12
-_OF_HTTP = re.compile("(chat)?cmpl-(?=.)")  # before the id of a request, in the body of an HTTP answer
+_OF_HTTP = re.compile("((chat)?cmpl-|resp_)(?=.)")  # before a request's id in the body of an HTTP answer
 
 
 def main(argv: list[str]) -> int:

@@ -5,15 +5,40 @@ output tokens. Pure: logs and news come in, JSON values go out.
 """
 
 from collections import abc
+from typing import Protocol
 
-from router.call import Ended, Grown, News, PromptSeen
+from router.call import INLINE_NUMBERS, Ended, Grown, News, PromptSeen, num_numbers
 from router.http.asked import Asked
+from router.http.encoding import encoded, event
+from router.http.errors import ErrorAnswer
 from router.http.shapes import Json, Shape
 from router.request_log import ChoiceLog, Delta, FinishReason, RequestLog
 
 
+class AnyAnswer(Protocol):
+    """What the door needs of an answer, in whatever shape."""
+
+    def body(self, *, is_long: bool) -> bytes:
+        """The whole answer, once it has ended; it takes what the logs have for the client."""
+
+    def opening(self) -> bytes:
+        """What a stream begins with, before any token."""
+
+    def events(self, news: abc.Sequence[News], *, is_long: bool) -> bytes:
+        """What a stream goes on with."""
+
+    def closing(self) -> bytes:
+        """What a stream ends with, when all has been told."""
+
+    def failure(self, told: ErrorAnswer) -> bytes:
+        """What a stream that has begun ends with when it fails."""
+
+    def is_long(self, news: abc.Sequence[News]) -> bool:
+        """Whether it takes long to put the news into words."""
+
+
 class Answer:
-    """The answer of one call. `created` is seconds since 1970."""
+    """The answer of one call, by its choices. `created` is seconds since 1970."""
 
     def __init__(
         self,
@@ -29,6 +54,35 @@ class Answer:
         self._head: Json = {"id": shape.id_prefix + call_id, "created": created, "model": model}
         self._asked = asked
         self._position = {log: position for position, log in enumerate(logs)}
+
+    # --- for the door -------------------------------------------------------------------------------
+
+    def body(self, *, is_long: bool) -> bytes:
+        """All of it."""
+        return encoded(self.whole(), is_long=is_long)
+
+    def opening(self) -> bytes:
+        """The first chunks."""
+        return b"".join(map(event, self.first_chunks()))
+
+    def events(self, news: abc.Sequence[News], *, is_long: bool) -> bytes:
+        """Further chunks."""
+        return b"".join(event(chunk, is_long=is_long) for chunk in self.chunks(news))
+
+    def closing(self) -> bytes:
+        """The usage, if it was asked for, and the word that OpenAI has for the end."""
+        usage = event(self.usage_chunk()) if self._asked.include_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def failure(self, told: ErrorAnswer) -> bytes:
+        """The error, and no word of an end."""
+        return event(told.body)
+
+    def is_long(self, news: abc.Sequence[News]) -> bool:
+        """Whether there are many log-probabilities."""
+        return sum(map(num_numbers, news)) > INLINE_NUMBERS
+
+    # --- as JSON ------------------------------------------------------------------------------------
 
     def whole(self) -> Json:
         """Everything, once every choice has ended; it takes what the logs have for the client."""

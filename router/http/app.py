@@ -26,15 +26,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router import aside, keys
-from router.call import INLINE_NUMBERS, Call, News, PromptSeen, num_numbers
+from router.call import Call, News, PromptSeen
 from router.http import description, errors, hosts, page
-from router.http.answers import Answer
+from router.http.answers import Answer, AnyAnswer
 from router.http.asked import Asked, Detokenizing, Tokenizing
-from router.http.encoding import encoded, event
+from router.http.encoding import encoded
 from router.http.errors import HttpError
 from router.http.exchange import Exchange
 from router.http.live import Live
 from router.http.reading import Bodies
+from router.http.response_answer import ResponseAnswer
+from router.http.responses import AskedResponse
 from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape, ToolsShape
 from router.http.tools import ForcedFunction, OfferedTools
 from router.intake import Arrival, Intake
@@ -59,6 +61,7 @@ _RETRY_AFTER_SHUTDOWN_SECONDS: Final = 1.0
 _log = structlog.get_logger()
 
 Handler = abc.Callable[[Exchange], abc.Awaitable[None]]
+Wording = abc.Callable[[Call, str], AnyAnswer]  # of a call, whose id it gets too
 
 
 class HttpApp:
@@ -92,6 +95,7 @@ class HttpApp:
             routes=[
                 Route("/v1/completions", self._keyed(self._complete), methods=["POST"]),
                 Route("/v1/chat/completions", self._keyed(self._chat), methods=["POST"]),
+                Route("/v1/responses", self._keyed(self._respond), methods=["POST"]),
                 Route("/v1/models", self._keyed(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", self._keyed(self._model), methods=["GET"]),
                 Route("/tokenize", self._keyed(self._tokenize), methods=["POST"]),
@@ -138,33 +142,77 @@ class HttpApp:
         asked: Asked = await self._read("completion", body)
         exchange.names = asked.names
         echoes = await self._echoes(asked) if asked.echo else None
-        await self._generate(exchange, body, asked, CompletionShape(self._intake.model.tokenizer, echoes))
+        shape = CompletionShape(self._intake.model.tokenizer, echoes)
+        await self._generate(exchange, body, asked, self._by_choices(asked, shape))
 
     async def _chat(self, exchange: Exchange) -> None:
         body = await self._body(exchange)
         asked: Asked = await self._read("chat", body)
         exchange.names = asked.names
-        await self._generate(exchange, body, asked, self._chat_shape(asked))
+        await self._generate(exchange, body, asked, self._by_choices(asked, self._chat_shape(asked)))
+
+    async def _respond(self, exchange: Exchange) -> None:
+        body = await self._body(exchange)
+        asked: AskedResponse = await self._read("response", body)
+        exchange.names = asked.names
+        await self._generate(exchange, body, asked, self._by_items(asked))
 
     def _chat_shape(self, asked: Asked) -> Shape:
-        model = self._intake.model
-        call_id = partial(_new_call_id, model.tool_call_form)
-        match asked.tool_use:
-            case ForcedFunction(name=name, finish_reason=finish_reason):
-                return CallShape(
-                    model.tokenizer,
-                    function=name,
-                    call_id=call_id,
-                    stop_word=finish_reason,
-                )
-            case OfferedTools(names, max_calls, schema):
-                form = model.tool_call_form if schema is None else ToolCallForm.LLAMA3_JSON
-                if form is not None:
-                    parser = partial(ToolCallParser, form, names, max_calls=max_calls)
-                    return ToolsShape(model.tokenizer, parser=parser, call_id=call_id)
-        return ChatShape(model.tokenizer)
+        vocabulary, call_id = self._intake.model.tokenizer, self._call_id()
+        if isinstance(asked.tool_use, ForcedFunction):
+            name, stop_word = asked.tool_use.name, asked.tool_use.finish_reason
+            return CallShape(vocabulary, function=name, call_id=call_id, stop_word=stop_word)
+        parser = self._call_parser(asked)
+        if parser is not None:
+            return ToolsShape(vocabulary, parser=parser, call_id=call_id)
+        return ChatShape(vocabulary)
 
-    async def _generate(self, exchange: Exchange, body: list[bytes], asked: Asked, shape: Shape) -> None:
+    def _call_parser(self, asked: Asked) -> abc.Callable[[], ToolCallParser] | None:
+        """What finds calls in an answer's text, each time anew; None where none are to be found."""
+        match asked.tool_use:
+            case OfferedTools(names, max_calls, schema):
+                form = self._intake.model.tool_call_form if schema is None else ToolCallForm.LLAMA3_JSON
+                return form and partial(ToolCallParser, form, names, max_calls=max_calls)
+        return None
+
+    def _call_id(self) -> abc.Callable[[], str]:
+        return partial(_new_call_id, self._intake.model.tool_call_form)
+
+    def _by_choices(self, asked: Asked, shape: Shape) -> Wording:
+        def answer(call: Call, call_id: str) -> AnyAnswer:
+            return Answer(
+                shape,
+                call_id=call_id,
+                created=int(time.time()),
+                model=self._intake.model.name,
+                asked=asked,
+                logs=call.logs,
+            )
+
+        return answer
+
+    def _by_items(self, asked: AskedResponse) -> Wording:
+        tool_use, parser = asked.tool_use, self._call_parser(asked)
+
+        def answer(call: Call, call_id: str) -> AnyAnswer:
+            (log,) = call.logs
+            return ResponseAnswer(
+                self._intake.model.tokenizer,
+                response_id=call_id,
+                created_at=int(time.time()),
+                clock=time.time,
+                model=self._intake.model.name,
+                asked=asked,
+                log=log,
+                function=tool_use.name if isinstance(tool_use, ForcedFunction) else None,
+                parser=parser and parser(),
+                call_id=self._call_id(),
+                item_id=lambda prefix: prefix + uuid.uuid4().hex,
+            )
+
+        return answer
+
+    async def _generate(self, exchange: Exchange, body: list[bytes], asked: Asked, wording: Wording) -> None:
         received_at = time.monotonic()
         call_id = asked.requests[0].request_id or uuid.uuid4().hex
         check_request_id(call_id)  # before it stands in a header
@@ -182,38 +230,30 @@ class HttpApp:
                 exchange.request.headers.get("tracestate", ""),
             ),
         )
-        work = self._answer(exchange, asked, shape, arrival)
+        work = self._answer(exchange, asked, wording, arrival)
         await exchange.while_wanted(work, timeout_seconds=timeout_seconds, cut=self._cut)
 
-    async def _answer(self, exchange: Exchange, asked: Asked, shape: Shape, arrival: Arrival) -> None:
+    async def _answer(self, exchange: Exchange, asked: Asked, wording: Wording, arrival: Arrival) -> None:
         call_id = exchange.request_id
         async with self._intake.call(_named(asked.requests, call_id), arrival) as call:
             await call.until_taken_in()
-            answer = Answer(
-                shape,
-                call_id=call_id,
-                created=int(time.time()),
-                model=self._intake.model.name,
-                asked=asked,
-                logs=call.logs,
-            )
+            answer = wording(call, call_id)
             if not asked.stream:
                 await call.until_ended()
                 is_long = call.is_long
-                body = await aside.run(lambda: encoded(answer.whole(), is_long=is_long), is_long=is_long)
+                body = await aside.run(lambda: answer.body(is_long=is_long), is_long=is_long)
                 await exchange.answer_encoded(body)
                 return
             async with StallGuard(self.client_stall_seconds, lambda: call.num_unread_logprobs) as guard:
                 exchange.guard = guard
                 news = await _first_of_outputs(call)
+                exchange.last_words = answer.failure
                 await exchange.begin_events()
-                await exchange.events(b"".join(map(event, answer.first_chunks())))
+                await exchange.events(answer.opening())
                 while news:
                     await exchange.events(await _told(answer, news))
                     news = await call.news()
-                if asked.include_usage:
-                    await exchange.events(event(answer.usage_chunk()))
-                await exchange.end_events()
+                await exchange.end_events(answer.closing())
 
     async def _echoes(self, asked: Asked) -> list[str]:
         """What an echo repeats of each prompt."""
@@ -324,14 +364,10 @@ async def _first_of_outputs(call: Call) -> list[News]:
     return news
 
 
-async def _told(answer: Answer, news: list[News]) -> bytes:
+async def _told(answer: AnyAnswer, news: list[News]) -> bytes:
     """What has happened, as events."""
-    is_long = sum(map(num_numbers, news)) > INLINE_NUMBERS
-
-    def tell() -> bytes:
-        return b"".join(event(chunk, is_long=is_long) for chunk in answer.chunks(news))
-
-    return await aside.run(tell, is_long=is_long)
+    is_long = answer.is_long(news)
+    return await aside.run(lambda: answer.events(news, is_long=is_long), is_long=is_long)
 
 
 async def _answer_aside(exchange: Exchange, value: dict[str, Any], *, is_long: bool) -> None:
@@ -461,7 +497,10 @@ class _HostNames:
 async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it is registered for these alone"
     what = f"{request.method} {request.url.path}"
-    told = errors.answer(HttpError(error.status_code, "not_found", f"{what} is not served here"))
+    reason = f"{what} is not served here"
+    if request.url.path.startswith("/v1/responses/"):
+        reason += ": no response is stored; the whole conversation goes with each request, as input"
+    told = errors.answer(HttpError(error.status_code, "not_found", reason))
     return JSONResponse(told.body, told.status, headers=error.headers)
 
 

@@ -58,13 +58,17 @@ def _value(schema: str) -> Schema:
     return {"description": "OK", "content": {_JSON: {"schema": reference(schema)}}}
 
 
-def _generated(whole: str, chunk: str) -> Schema:
+_DONE: Final = (
+    "the last is [DONE]. A failure after the beginning is a last event, an Error, and no [DONE] follows."
+)
+
+
+def _generated(whole: str, chunk: str, *, end: str = _DONE) -> Schema:
     """An answer whole, or as the events of a stream, whose values `x-event-schema` describes."""
     events = {
         "schema": {
             "type": "string",
-            "description": f"Server-sent events: each `data:` is a {chunk}, the last is [DONE]. A failure "
-            "after the beginning is a last event, an Error, and no [DONE] follows.",
+            "description": f"Server-sent events: each `data:` is a {chunk}, {end}",
         },
         "x-event-schema": reference(chunk),
     }
@@ -94,6 +98,19 @@ _PATHS: Final[dict[str, Any]] = {
     "/v1/chat/completions": {
         "post": _operation(
             "chat", "Answers a conversation.", _generated("Chat", "ChatChunk"), body="ChatRequest"
+        )
+    },
+    "/v1/responses": {
+        "post": _operation(
+            "respond",
+            "Answers a conversation, in items. Nothing is stored.",
+            _generated(
+                "Response",
+                "ResponseEvent",
+                end="with its type as `event:`; the last is response.completed, response.incomplete or, "
+                "after a failure, response.failed.",
+            ),
+            body="ResponseRequest",
         )
     },
     "/v1/models": {"get": _operation("models", "The model that is served.", _value("Models"))},

@@ -8,10 +8,20 @@ Pure. It must not know what the values mean.
 
 import json
 from collections import abc
+from dataclasses import dataclass
 from typing import Any, Final
 
 _ENTRIES: Final = 32
 _CHARACTERS: Final = 64 * 1024
+_TOP: Final = 2  # choices of an answer, items of one within an event
+_FEW: Final = 4  # parts of an item
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A value that is JSON already. It may stand in objects that are said to be long."""
+
+    text: str
 
 
 def encoded(value: Any, *, is_long: bool = False) -> bytes:
@@ -19,13 +29,14 @@ def encoded(value: Any, *, is_long: bool = False) -> bytes:
     return b"".join(_pieces(value)) if is_long else _text(value).encode(errors="replace")
 
 
-def event(value: Any, *, is_long: bool = False) -> bytes:
-    """The value as one server-sent event."""
-    return b"data: " + encoded(value, is_long=is_long) + b"\n\n"
+def event(value: Any, *, kind: str = "", is_long: bool = False) -> bytes:
+    """The value as one server-sent event, of a kind if one is given."""
+    named = f"event: {kind}\n".encode() if kind else b""
+    return named + b"data: " + encoded(value, is_long=is_long) + b"\n\n"
 
 
 def _pieces(value: Any, depth: int = 0) -> abc.Iterator[bytes]:
-    """Objects are opened, and so are those in a list of the whole value, its choices; other lists are cut."""
+    """Objects are opened, and so are those in short lists and in lists near the top; other lists are cut."""
     match value:
         case dict() if value:
             before = b"{"
@@ -34,7 +45,7 @@ def _pieces(value: Any, depth: int = 0) -> abc.Iterator[bytes]:
                 yield from _pieces(inner, depth + 1)
                 before = b","
             yield b"}"
-        case [dict(), *_] if depth == 1:
+        case [dict(), *_] if depth <= _TOP or len(value) <= _FEW:
             before = b"["
             for inner in value:
                 yield before
@@ -52,6 +63,8 @@ def _pieces(value: Any, depth: int = 0) -> abc.Iterator[bytes]:
             for first in range(0, len(value), _CHARACTERS):
                 yield encoded(value[first : first + _CHARACTERS])[1:-1]
             yield b'"'
+        case Written(text):
+            yield text.encode(errors="replace")
         case _:
             yield encoded(value)
 

@@ -40,6 +40,8 @@ class Exchange:
         self.caller = ANYBODY
         self.request_id = ""
         """Of what was asked, once that has been read; every answer says it."""
+        self.last_words: abc.Callable[[errors.ErrorAnswer], bytes] = _last_event
+        """What a stream that has begun says of a failure."""
         self._pieces: list[bytes] = []
         self._kept: Kept | None = None
         self._receive = receive
@@ -147,9 +149,9 @@ class Exchange:
             {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
         )
 
-    async def end_events(self) -> None:
-        """Ends the stream well."""
-        await self._write({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+    async def end_events(self, body: bytes) -> None:
+        """Ends the stream well, with these events or none."""
+        await self._write({"type": "http.response.body", "body": body})
 
     def hang_up(self) -> None:
         """Ends the connection at once, whatever is still to be sent."""
@@ -169,7 +171,7 @@ class Exchange:
         if not self._begun:
             await self.answer(told.body, status=told.status, headers=told.headers)
             return
-        await self._send({"type": "http.response.body", "body": event(told.body)})
+        await self._send({"type": "http.response.body", "body": self.last_words(told)})
 
     async def _begin(self, status: int, kind: str, headers: abc.Mapping[str, str]) -> None:
         self._begun = True
@@ -177,6 +179,10 @@ class Exchange:
         pairs = {"content-type": kind, **named, **headers}.items()
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def _last_event(told: errors.ErrorAnswer) -> bytes:
+    return event(told.body)
 
 
 def _too_long(how_long: str, max_bytes: int) -> HttpError:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from router import validation
-from router.http import asked
+from router.http import asked, responses
 from router.http.asked import Asked, Detokenizing
 from router.http.fields import Fields, parsed
 from router.validation import Limits
@@ -29,6 +29,7 @@ LENGTH_BYTES: Final = 8
 READERS: Final[dict[str, abc.Callable[[Fields], Any]]] = {
     "completion": asked.completion,
     "chat": asked.chat,
+    "response": responses.response,
     "tokenizing": asked.tokenizing,
     "detokenizing": asked.detokenizing,
 }

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from router import constraints
 from router.chat import RESERVED_VARIABLES
-from router.http import asked
+from router.http import asked, responses
 from router.http.fields import MAX_INT, MIN_INT
 from router.validation import (
     MAX_BIAS,
@@ -196,6 +196,8 @@ _COMMON: Final[Schema] = {
     "store": {"const": False},
     "service_tier": {"enum": ["auto", "default"]},
 }
+# What a response is asked for by other names, or otherwise.
+_OTHERWISE: Final = {"max_tokens", "response_format", "return_token_ids", "prompt_logprobs"}
 
 _CONVERSATION: Final[Schema] = {
     "messages": _list(reference("Message"), at_least=1, at_most=MAX_CHAT_MESSAGES),
@@ -219,6 +221,12 @@ _CONVERSATION: Final[Schema] = {
         f"JSON at most {MAX_KWARGS_CHARACTERS} characters, {MAX_KWARGS_DEPTH} levels deep",
     },
 }
+
+
+def _item(fields: abc.Mapping[str, Schema], *, required: abc.Sequence[str]) -> Schema:
+    """What an item of an input has beside what all have, as earlier answers gave it."""
+    return _body({**fields, "id": _TEXT, "status": {"enum": list(responses.STATUSES)}}, required=required)
+
 
 BODIES: Final[dict[str, Schema]] = {
     "CompletionRequest": _body(
@@ -250,6 +258,57 @@ BODIES: Final[dict[str, Schema]] = {
             "modalities": {"const": ["text"]},
         },
         required=["messages"],
+    ),
+    "ResponseRequest": _body(
+        {
+            "input": _any_of(_TEXT, _list(reference("InputItem"), at_least=1, at_most=MAX_CHAT_MESSAGES)),
+            "instructions": _about(_TEXT, "A system message before the input"),
+            **{
+                name: schema
+                for name, schema in (_CONVERSATION | _COMMON).items()
+                if name not in {"messages", *_OTHERWISE}
+            },
+            "max_output_tokens": _about(_whole(1), "Absent: what fits, or the server's own default"),
+            "tools": _about(
+                _list(reference("FlatTool"), at_most=MAX_CHAT_TOOLS), "Functions, no two of one name"
+            ),
+            "tool_choice": _any_of(
+                {"enum": ["auto", "none", "required"]},
+                _object({"type": {"const": "function"}, "name": _TEXT}, required=["type", "name"]),
+            ),
+            "parallel_tool_calls": _about(
+                _FLAG, "false: of several calls in an answer the first alone is one"
+            ),
+            "text": _body({"format": reference("TextFormat"), "verbosity": {"const": "medium"}}),
+            "include": _list({"enum": list(responses.INCLUDED)}),
+            "top_logprobs": _about(
+                _whole(0, MAX_LOGPROBS), f"It needs {responses.LOGPROBS} in include, unless it is 0"
+            ),
+            "n": {"const": 1},
+            "prompt_logprobs": {"const": False},
+            "return_token_ids": {"const": False},
+            "stream_options": _about(
+                _body({"include_obfuscation": {"const": False}}), "It needs stream to be true"
+            ),
+            "metadata": _about(
+                {
+                    "type": "object",
+                    "propertyNames": _text(0, responses.MAX_METADATA_NAME_CHARACTERS),
+                    "additionalProperties": _text(0, responses.MAX_METADATA_VALUE_CHARACTERS),
+                    "maxProperties": responses.MAX_METADATA,
+                },
+                "The answer repeats it",
+            ),
+            "store": _about(_FLAG, "Taken, and nothing is stored: the answer says false"),
+            "background": {"const": False},
+            "truncation": {"const": "disabled"},
+            "reasoning": {"type": "object", "additionalProperties": _NULL},
+            "previous_response_id": _NULL,
+            "conversation": _NULL,
+            "prompt": _NULL,
+            "max_tool_calls": _NULL,
+        },
+        required=["input"],
     ),
     "TokenizeRequest": _about(
         _either(
@@ -308,6 +367,68 @@ PARTS: Final[dict[str, Schema]] = {
             "function": _body({"name": _NOT_EMPTY, "arguments": _TEXT}, required=["name"]),
         },
         required=["function"],
+    ),
+    "InputItem": _any_of(
+        _item(
+            {
+                "type": {"const": "message"},
+                "role": {"enum": list(responses.ROLES)},
+                "content": _any_of(_TEXT, _list(reference("InputPart"))),
+            },
+            required=["role", "content"],
+        ),
+        _item(
+            {
+                "type": {"const": "function_call"},
+                "call_id": _NOT_EMPTY,
+                "name": _NOT_EMPTY,
+                "arguments": _TEXT,
+            },
+            required=["type", "call_id", "name"],
+        ),
+        _item(
+            {
+                "type": {"const": "function_call_output"},
+                "call_id": _NOT_EMPTY,
+                "output": _any_of(_TEXT, _list(reference("InputPart"))),
+            },
+            required=["type", "call_id", "output"],
+        ),
+    ),
+    "InputPart": _any_of(
+        _body({"type": {"const": "input_text"}, "text": _TEXT}, required=["type", "text"]),
+        _body(
+            {
+                "type": {"const": "output_text"},
+                "text": _TEXT,
+                "annotations": {"const": []},
+                "logprobs": _about({"type": "array"}, "As an answer has them; taken, and used for nothing"),
+            },
+            required=["type", "text"],
+        ),
+    ),
+    "FlatTool": _body(
+        {
+            "type": {"const": "function"},
+            "name": _NOT_EMPTY,
+            "description": _TEXT,
+            "parameters": _about(_ARGUMENTS, "The schema of its arguments; absent, it takes none"),
+            "strict": _about(_FLAG, "Taken: arguments that are held to their schema always are strictly"),
+        },
+        required=["name"],
+    ),
+    "TextFormat": _any_of(
+        _body({"type": {"enum": ["text", "json_object"]}}, required=["type"]),
+        _body(
+            {
+                "type": {"const": "json_schema"},
+                "name": _NOT_EMPTY,
+                "description": _TEXT,
+                "strict": _FLAG,
+                "schema": _ANY_OBJECT,
+            },
+            required=["type", "name", "schema"],
+        ),
     ),
     "ResponseFormat": _any_of(
         _body({"type": {"enum": ["text", "json_object"]}}, required=["type"]),
@@ -381,6 +502,16 @@ def _called(*, is_chunk: bool) -> Schema:
     )
 
 
+_OUTPUT_LOGPROBS: Final = _list(_logprob(top_logprobs=_list(_logprob())))
+_ITEM_STATUS: Final[Schema] = {"enum": list(responses.STATUSES)}
+_OF_AN_ITEM: Final[Schema] = {"item_id": _TEXT, "output_index": _COUNT}
+_OF_A_PART: Final[Schema] = {**_OF_AN_ITEM, "content_index": {"const": 0}}
+
+
+def _event(kind: str, **values: Schema) -> Schema:
+    return _answer({"type": {"const": kind}, "sequence_number": _COUNT, **values})
+
+
 ANSWERS: Final[dict[str, Schema]] = {
     "Completion": _whole_answer("text_completion", reference("CompletionChoice")),
     "CompletionChoice": _answer(
@@ -437,6 +568,102 @@ ANSWERS: Final[dict[str, Schema]] = {
     ),
     "ChatLogprobs": _answer({"content": _list(_logprob(top_logprobs=_list(_logprob()))), "refusal": _NULL}),
     "PromptTokenLogprob": _answer({"logprob": _NUMBER, "rank": _whole(1), "decoded_token": _TEXT}),
+    "Response": _answer(
+        {
+            "id": _TEXT,
+            "object": {"const": "response"},
+            "created_at": _COUNT,
+            "completed_at": _or_null(_COUNT),
+            "status": {"enum": ["in_progress", "completed", "incomplete", "failed"]},
+            "incomplete_details": _or_null(_answer({"reason": {"const": "max_output_tokens"}})),
+            "error": _or_null(
+                _answer({"code": {"enum": ["server_error", "rate_limit_exceeded"]}, "message": _TEXT})
+            ),
+            "model": _TEXT,
+            "output": _list(_any_of(reference("OutputMessage"), reference("OutputCall"))),
+            "usage": _or_null(reference("ResponseUsage")),
+            "instructions": _or_null(_TEXT),
+            "max_output_tokens": _or_null(_COUNT),
+            "metadata": {"type": "object", "additionalProperties": _TEXT},
+            "parallel_tool_calls": _FLAG,
+            "presence_penalty": _NUMBER,
+            "frequency_penalty": _NUMBER,
+            "temperature": _NUMBER,
+            "top_p": _NUMBER,
+            "top_logprobs": _COUNT,
+            "text": _ANY_OBJECT,
+            "tools": _list(_ANY_OBJECT),
+            "tool_choice": {"type": ["string", "object"]},
+            **{name: _or_null(_TEXT) for name in asked.UNUSED},
+            "background": {"const": False},
+            "conversation": _NULL,
+            "max_tool_calls": _NULL,
+            "previous_response_id": _NULL,
+            "prompt": _NULL,
+            "reasoning": _answer({"effort": _NULL, "summary": _NULL}),
+            "service_tier": {"const": "default"},
+            "store": {"const": False},
+            "truncation": {"const": "disabled"},
+        }
+    ),
+    "OutputMessage": _answer(
+        {
+            "id": _TEXT,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "content": _list(reference("OutputText"), at_most=1),
+            "status": _ITEM_STATUS,
+        }
+    ),
+    "OutputText": _answer(
+        {
+            "type": {"const": "output_text"},
+            "text": _TEXT,
+            "annotations": {"const": []},
+            "logprobs": _OUTPUT_LOGPROBS,
+        }
+    ),
+    "OutputCall": _answer(
+        {
+            "id": _TEXT,
+            "type": {"const": "function_call"},
+            "call_id": _TEXT,
+            "name": _TEXT,
+            "arguments": _TEXT,
+            "status": _ITEM_STATUS,
+        }
+    ),
+    "ResponseUsage": _answer(
+        {
+            "input_tokens": _COUNT,
+            "input_tokens_details": _answer({"cached_tokens": _COUNT, "cache_write_tokens": {"const": 0}}),
+            "output_tokens": _COUNT,
+            "output_tokens_details": _answer({"reasoning_tokens": {"const": 0}}),
+            "total_tokens": _COUNT,
+        }
+    ),
+    "ResponseEvent": _any_of(
+        *(
+            _event(f"response.{status}", response=reference("Response"))
+            for status in ("created", "in_progress", "completed", "incomplete", "failed")
+        ),
+        *(
+            _event(
+                f"response.output_item.{step}",
+                output_index=_COUNT,
+                item=_any_of(reference("OutputMessage"), reference("OutputCall")),
+            )
+            for step in ("added", "done")
+        ),
+        *(
+            _event(f"response.content_part.{step}", **_OF_A_PART, part=reference("OutputText"))
+            for step in ("added", "done")
+        ),
+        _event("response.output_text.delta", **_OF_A_PART, delta=_TEXT, logprobs=_OUTPUT_LOGPROBS),
+        _event("response.output_text.done", **_OF_A_PART, text=_TEXT, logprobs=_OUTPUT_LOGPROBS),
+        _event("response.function_call_arguments.delta", **_OF_AN_ITEM, delta=_TEXT),
+        _event("response.function_call_arguments.done", **_OF_AN_ITEM, arguments=_TEXT),
+    ),
     "Usage": _answer(
         {
             "prompt_tokens": _COUNT,

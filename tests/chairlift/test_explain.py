@@ -35,7 +35,9 @@ async def test_the_id_of_an_http_answer_is_one_too(
     assert known in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("asked", "named"), [("chatcmpl-a", "a"), ("cmpl-", "cmpl-"), ("fox-1", "fox-1")])
+@pytest.mark.parametrize(
+    ("asked", "named"), [("chatcmpl-a", "a"), ("resp_a", "a"), ("cmpl-", "cmpl-"), ("fox-1", "fox-1")]
+)
 async def test_a_request_that_nobody_knows_is_a_sentence(
     asked: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

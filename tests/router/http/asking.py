@@ -65,13 +65,18 @@ def ask(url: str, num_inputs: int, mode: GenerationMode, start: int) -> int:
 
 
 def check_events(path: str, body: str) -> None:
-    """A stream as described: values of the kind that is named, then [DONE] or a last one that is an error."""
+    """A stream as described: values of the kind that is named, then [DONE] or a last one that is an error.
+
+    That of a response ends by its own word.
+    """
     *pieces, last, nothing = body.split("\n\n")
     assert nothing == ""
-    events = [piece.removeprefix("data: ") for piece in pieces]
-    end = last.removeprefix("data: ")
-    if end != "[DONE]":
-        validator("#/components/schemas/Error").validate(json.loads(end))
+    if path == "/v1/responses":
+        pieces.append(last)
+        assert last.startswith(("event: response.completed\n", "event: response.incomplete\n"))
+    elif last != "data: [DONE]":
+        validator("#/components/schemas/Error").validate(json.loads(last.removeprefix("data: ")))
+    events = [piece[piece.index("data: ") + len("data: ") :] for piece in pieces]
     described = description.described()["paths"][path]["post"]["responses"]["200"]["content"]
     kind = described["text/event-stream"]["x-event-schema"]["$ref"]
     for event in events:

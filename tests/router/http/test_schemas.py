@@ -8,7 +8,7 @@ import grpc
 import jsonschema
 import pytest
 
-from router.http import asked, description, schemas
+from router.http import asked, description, responses, schemas
 from router.http.asked import Asked
 from router.http.fields import Fields, parsed
 from router.validation import Limits, checked, checked_prompt
@@ -23,12 +23,14 @@ HI = [{"role": "user", "content": "Hi"}]
 READERS: dict[str, Callable[[Fields], Any]] = {
     "CompletionRequest": asked.completion,
     "ChatRequest": asked.chat,
+    "ResponseRequest": responses.response,
     "TokenizeRequest": asked.tokenizing,
     "DetokenizeRequest": asked.detokenizing,
 }
 RIGHT: dict[str, dict[str, Any]] = {
     "CompletionRequest": {"prompt": "Hi"},
     "ChatRequest": {"messages": HI},
+    "ResponseRequest": {"input": "Hi"},
     "TokenizeRequest": {"messages": HI},
     "DetokenizeRequest": {"tokens": [1]},
 }
