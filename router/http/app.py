@@ -36,7 +36,7 @@ from router.http.exchange import Exchange
 from router.http.live import Live
 from router.http.reading import Bodies
 from router.http.response_answer import ResponseAnswer
-from router.http.responses import AskedResponse
+from router.http.responses import NAMES, AskedResponse
 from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape, ToolsShape
 from router.http.tools import ForcedFunction, OfferedTools
 from router.intake import Arrival, Intake
@@ -152,6 +152,7 @@ class HttpApp:
         await self._generate(exchange, body, asked, self._by_choices(asked, self._chat_shape(asked)))
 
     async def _respond(self, exchange: Exchange) -> None:
+        exchange.names = NAMES
         body = await self._body(exchange)
         asked: AskedResponse = await self._read("response", body)
         exchange.names = asked.names

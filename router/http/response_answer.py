@@ -172,7 +172,6 @@ class ResponseAnswer:
         for item in news:
             match item:
                 case Grown(_, delta):
-                    told += self._grown(delta)
                     self._num_kept += num_numbers(item)
                     if max_numbers is not None and self._num_kept > max_numbers:
                         raise invalid(
@@ -180,6 +179,7 @@ class ResponseAnswer:
                             f"sampling.logprobs asks for more than the {max_numbers} numbers that a streamed "
                             "response may have: output tokens x (1 + alternatives); ask for fewer",
                         )
+                    told += self._grown(delta)
                 case Ended():
                     told += self._ended()
         return told

@@ -35,6 +35,14 @@ STATUSES: Final = ("in_progress", "completed", "incomplete")
 LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")  # of the latter there is none
 
+# What a body calls fields of the contract.
+NAMES: Final = {
+    **dict.fromkeys(("chat", "chat.messages", "prompt"), "input"),
+    "sampling.max_tokens": "max_output_tokens",
+    "sampling.logprobs": "top_logprobs",
+}
+
+_SHOWN: Final = ("name", "description", "parameters")  # of a tool, to a chat template
 _NOTHING_STORED: Final = "nothing is stored here; send the whole conversation as input"
 # Fields that would need what is not here, and what to do instead.
 _NOT_HERE: Final = {
@@ -100,11 +108,6 @@ def response(body: Fields) -> AskedResponse:
     only("return_token_ids", body.flag("return_token_ids"), served=False)
     request = request_of(body, sampling)
     only("n", request.n, 1)
-    names |= {
-        **dict.fromkeys(("chat", "chat.messages", "prompt"), "input"),
-        "sampling.max_tokens": "max_output_tokens",
-        "sampling.logprobs": "top_logprobs",
-    }
     repeated = {
         "instructions": instructions,
         "max_output_tokens": max_tokens,
@@ -125,7 +128,7 @@ def response(body: Fields) -> AskedResponse:
         echo_logprobs=None,
         prompt_logprobs=False,
         return_token_ids=False,
-        names=names,
+        names=NAMES | names,
         tool_use=tool_use,
         repeated={
             **{name: encoded(value).decode() for name, value in repeated.items()},
@@ -260,11 +263,10 @@ def _tools(body: Fields) -> tuple[list[str], list[str]]:
     for position, value in enumerate(body.entries("tools") or []):
         path = f"tools[{position}]"
         tool = checked(value, dict, "an object", path)
-        own = {name: tool[name] for name in tool if name != "type" and tool[name] is not None}
-        strict = own.pop("strict", None)
-        for_template.append(json_text({"type": "function", "function": own}, path))
-        again = {"type": "function", "name": None, "description": None, "parameters": None, "strict": strict}
-        told.append(json_text(again | own, path))
+        function = {name: tool[name] for name in _SHOWN if tool.get(name) is not None}
+        for_template.append(json_text({"type": "function", "function": function}, path))
+        again = {"type": "function", **dict.fromkeys(_SHOWN), **function, "strict": tool.get("strict")}
+        told.append(json_text(again, path))
     check_tools(for_template)
     return for_template, told
 
@@ -331,10 +333,14 @@ def _turn(value: object, path: str) -> ChatMessage:
         case "function_call":
             name, call_id = _needed(item, "name"), _needed(item, "call_id")
             turn = ChatMessage(
-                "assistant", "", tool_calls=(ToolCall(call_id, name, item.text("arguments") or "{}"),)
+                "assistant", "", tool_calls=(ToolCall(call_id, name, item.text("arguments") or ""),)
             )
         case "function_call_output":
             turn = ChatMessage("tool", _content(item, "output"), tool_call_id=_needed(item, "call_id"))
+        case "item_reference":
+            raise unserved(
+                path, f"{path} is an item_reference, and nothing is stored here; send the item itself"
+            )
         case kind:
             where = item.path_of("type")
             raise unserved(

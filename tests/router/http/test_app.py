@@ -34,6 +34,8 @@ HI = [{"role": "user", "content": "Hi"}]
 DOORS = pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})]
 )
+# And the third, whose answers have no choices.
+ANY_DOOR = pytest.mark.parametrize(("path", "body"), [*DOORS.args[1], ("/v1/responses", {"input": "Hi"})])
 
 
 @dataclass
@@ -493,6 +495,8 @@ async def test_what_is_too_long_has_the_code_and_the_words_by_which_programs_sho
             ("/v1/completions", {"prompt": "x" * 60, "max_tokens": 5}, "max_tokens"),
             ("/v1/chat/completions", {"messages": said}, "messages"),
             ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": 60}, "max_completion_tokens"),
+            ("/v1/responses", {"input": said}, "input"),
+            ("/v1/responses", {"input": "Hi", "max_output_tokens": 60}, "max_output_tokens"),
         ]:
             status, error = await rig.error(path, **asked)
             assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
@@ -502,7 +506,7 @@ async def test_what_is_too_long_has_the_code_and_the_words_by_which_programs_sho
         assert not rig.scheduler.submits
 
 
-@DOORS
+@ANY_DOOR
 @pytest.mark.parametrize("stream", [False, True])
 async def test_b76_b94_overload_is_429_with_the_time_to_wait(
     serve: Serve, path: str, body: dict[str, Any], stream: bool
@@ -606,7 +610,7 @@ async def test_b75_an_error_never_looks_like_a_finished_answer(
         await rig.router.quiet()
 
 
-@DOORS
+@ANY_DOOR
 async def test_b76_a_failure_before_the_first_token_is_the_status_of_a_stream_too(
     serve: Serve, path: str, body: dict[str, Any]
 ) -> None:
@@ -668,7 +672,7 @@ async def test_b83_the_timeout_goes_inward_and_ends_the_request(serve: Serve, st
         await rig.router.quiet()
 
 
-@DOORS
+@ANY_DOOR
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_error_says_which_request_it_was(
     serve: Serve, path: str, body: dict[str, Any], stream: bool

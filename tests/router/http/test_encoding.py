@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.http import encoding
-from router.http.encoding import encoded, event
+from router.http.encoding import Written, encoded, event
 
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -59,3 +59,19 @@ def test_half_characters_go_out_as_question_marks_and_nan_not_at_all() -> None:
 
 def test_an_event_is_one_line_of_data() -> None:
     assert event({"a": "b\n\n"}) == b'data: {"a":"b\\n\\n"}\n\n'
+    assert event({"a": 1}, kind="a.kind") == b'event: a.kind\ndata: {"a":1}\n\n'
+
+
+def test_a_long_response_within_an_event_is_made_of_short_pieces() -> None:
+    answer = a_long_answer()
+    logprobs = answer["choices"][0]["logprobs"]["content"]
+    text = {"type": "output_text", "text": answer["choices"][0]["text"], "logprobs": logprobs}
+    output = [{"type": "message", "content": [text]}, {"type": "function_call"}] * 20
+    told = {"type": "response.completed", "response": {"output": output}}
+    assert encoded(told, is_long=True) == encoded(told)
+    assert max(map(len, encoding._pieces(told))) < 500_000
+
+
+def test_what_is_written_already_stands_as_it_is() -> None:
+    value = {"a": {"b": Written('{"c":[1,"ü"]}')}, "d": 1}
+    assert encoded(value, is_long=True) == '{"a":{"b":{"c":[1,"ü"]}},"d":1}'.encode()

@@ -50,9 +50,13 @@ FIELDS = (  # noqa: SIM905 - as people read them
     "min_p seed n stop stop_token_ids ignore_eos min_tokens include_stop logprobs top_logprobs echo "
     "stream stream_options priority cache_salt request_id timeout return_token_ids user presence_penalty "
     "frequency_penalty repetition_penalty logit_bias allowed_token_ids banned_token_ids prompt_logprobs "
-    "response_format json_schema regex choice best_of suffix tokens nonsense"
+    "response_format json_schema regex choice best_of suffix tokens input instructions text include "
+    "max_output_tokens reasoning metadata store background nonsense"
 ).split()
-INNER = "type role content name text schema json_schema function arguments tool_calls tool_call_id id".split()  # noqa: SIM905
+INNER = (  # noqa: SIM905 - likewise
+    "type role content name text schema json_schema function arguments tool_calls tool_call_id id "
+    "call_id output status format parameters strict verbosity"
+).split()
 
 
 def number(chance: random.Random, field: FieldDescriptor) -> Any:
@@ -112,7 +116,9 @@ def value(chance: random.Random, depth: int = 0) -> Any:
 def body(chance: random.Random) -> bytes:
     """JSON whose fields are known and whose values are not; now and then no JSON at all."""
     made = {name: value(chance) for name in chance.sample(FIELDS, chance.choice([1, 2, 3, 6]))}
-    right = chance.choice([{"prompt": "Hi"}, {"messages": [{"role": "user", "content": "Hi"}]}, {}])
+    right = chance.choice(
+        [{"prompt": "Hi"}, {"messages": [{"role": "user", "content": "Hi"}]}, {"input": "Hi"}, {}]
+    )
     text = json.dumps(right | made if chance.random() < 0.7 else made | right).encode()
     return text if chance.random() < 0.95 else text[: chance.randrange(len(text))]
 
@@ -141,7 +147,9 @@ async def grpc_once(rig: HttpRig, chance: random.Random) -> None:
 
 
 async def http_once(rig: HttpRig, chance: random.Random) -> None:
-    path = chance.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+    path = chance.choice(
+        ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+    )
     sent = body(chance)
     response = await rig.client.post(path, content=sent, headers={"content-type": "application/json"})
     assert response.status_code < 500, (path, sent, response.text)

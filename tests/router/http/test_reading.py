@@ -51,6 +51,16 @@ async def read(opened: Bodies, kind: str, value: Any) -> Any:
                 "response_format": {"type": "json_object"},
             },
         ),
+        (
+            "response",
+            {
+                "input": [HI, {"role": "assistant", "content": LONG}],
+                "instructions": LONG,
+                "tools": [{"type": "function", "name": "f", "description": "ü"}],
+                "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+                "tool_choice": "none",
+            },
+        ),
         ("tokenizing", {"prompt": LONG}),
         ("tokenizing", {"messages": [HI] * 4_000}),
         ("detokenizing", {"tokens": list(range(100_000))}),
@@ -95,9 +105,15 @@ async def test_refusals_are_the_same_at_every_length(num_bytes: int) -> None:
         ("chat", '"messages": [], "json_schema": {"a": ', "}"),
         ("chat", '"messages": [], "tools": [{"function": {"name": "f", "parameters": {"a": ', "}}}]"),
         ("chat", '"messages": [], "chat_template_kwargs": {"a": ', "}"),
+        (
+            "response",
+            '"input": "Hi", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"a": ',
+            "}}}",
+        ),
+        ("response", '"input": "Hi", "tools": [{"name": "f", "parameters": {"a": ', "}}]"),
         ("completion", r'"prompt": "\ud83d\ude00", "metadata": {"a": ', "}"),
     ],
-    ids=["schema", "tools", "kwargs", "metadata"],
+    ids=["schema", "tools", "kwargs", "format", "flat tools", "metadata"],
 )
 async def test_nothing_is_too_deep_to_be_told_so(kind: str, before: str, behind: str, num_bytes: int) -> None:
     """The depth at which one step of the reading gives up is not that of another."""

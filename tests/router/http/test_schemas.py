@@ -42,6 +42,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "messages[0].tool_call_id": {"role": "tool"},
     "messages[0].tool_calls": {"role": "assistant"},
 }
+BESIDE_IN_A_RESPONSE: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"include": [responses.LOGPROBS]},
+    "tool_choice": {"tools": [{"type": "function", "name": "f"}]},
+}
 # Where the door looks at more than a schema can say: at a schema's own form, at one value beside another.
 SAYS_MORE = {"json_schema", "response_format", "tools", "tool_choice", "messages"}
 
@@ -171,10 +175,13 @@ def test_the_door_takes_and_refuses_at_the_edges_that_are_described(name: str, f
         for value, _ in edges(branch):
             right = {} if name == "TokenizeRequest" and field == "prompt" else RIGHT[name]
             beside = BESIDE.get(field, {})
+            if name == "ResponseRequest":
+                beside = BESIDE_IN_A_RESPONSE.get(field, beside)
             if field == "best_of" and isinstance(value, int):
                 beside = {"n": value}
             if field == "continue_final_message":
-                beside = {"messages": [{"role": "assistant", "content": "Well"}]}
+                well = [{"role": "assistant", "content": "Well"}]
+                beside = {"input" if name == "ResponseRequest" else "messages": well}
             agree(name, right | beside | {field: value}, says_more=field in SAYS_MORE)
 
 
@@ -185,6 +192,36 @@ def test_messages_are_described_as_they_are_read(field: str) -> None:
             beside = BESIDE.get(f"messages[0].{field}", {})
             message = {"role": "user", "content": "Hi"} | beside | {field: value}
             agree("ChatRequest", {"messages": [message]}, says_more=field == "tool_calls")
+
+
+ITEMS = {
+    "message": {"role": "user", "content": "Hi"},
+    "function_call": {"type": "function_call", "call_id": "c", "name": "f"},
+    "function_call_output": {"type": "function_call_output", "call_id": "c", "output": "Hi"},
+}
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+def test_items_and_their_parts_are_described_as_they_are_read(kind: str) -> None:
+    (described,) = (
+        branch
+        for branch in branches(schemas.PARTS["InputItem"])
+        if a_right(branch["properties"]["type"]) == kind
+    )
+    for field, schema in described["properties"].items():
+        for branch in branches(schema):
+            for value, _ in edges(branch):
+                agree("ResponseRequest", {"input": [ITEMS[kind] | {field: value}]}, says_more=False)
+    for part in branches(schemas.PARTS["InputPart"]):
+        for value, _ in edges(part):
+            agree("ResponseRequest", {"input": [ITEMS["message"] | {"content": [value]}]}, says_more=False)
+        for field, schema in part["properties"].items():
+            for branch in branches(schema):
+                for value, _ in edges(branch):
+                    own = {"type": a_right(part["properties"]["type"]), "text": "Hi"} | {field: value}
+                    agree(
+                        "ResponseRequest", {"input": [ITEMS["message"] | {"content": [own]}]}, says_more=False
+                    )
 
 
 def test_null_is_right_for_every_field_that_may_be_absent() -> None:
