@@ -9,6 +9,7 @@ from scheduler.blocks import BlockError
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
 from scheduler.sequence import Sequence, State
+from scheduler.waiting import Hold
 
 
 class AuditError(AssertionError):
@@ -26,6 +27,9 @@ def check(core: SchedulerCore) -> None:
             "waits and holds something",
             seq,
         )
+        holds = core.waiting.parked.get(seq, ())
+        _require((Hold.SEARCH in holds) == core.inquiry.holds(seq), "is not held as it is searched", seq)
+        _require((Hold.STRANDED in holds) == core.stranded.holds(seq), "is not held as it is stranded", seq)
     for seq in core.sequences.values():
         _require((seq in waiting) == (seq.state is State.WAITING), "is lost between queue and batch", seq)
         _require(

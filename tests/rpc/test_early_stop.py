@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SLEEPER = "{} time; print('here', flush=True); time.sleep(60)"
+# A shell starts what runs in its background with SIGINT ignored, and early_stop leaves that as it is.
+SLEEPER = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{} time
+print("here", flush=True)
+time.sleep(60)
+"""
 
 
 def stopped_by(number: signal.Signals, imports: str) -> int:

@@ -1,7 +1,11 @@
 """Where suspects are tried when executors differ in size: where they can be, and in nobody's way."""
 
+from dataclasses import replace
 from typing import NoReturn
 
+import pytest
+
+from scheduler import audit
 from scheduler.inquiry import name_of
 from scheduler.policy import Admission, Limits
 from scheduler.sequence import FinishReason, Sequence, State
@@ -47,6 +51,19 @@ def test_an_executor_that_is_too_small_for_the_suspects_is_not_their_host() -> N
     assert any(seq.executor_id == "big1" for seq in suspects)
     fleet.run()
     fleet.check_outputs()
+
+
+def test_a_suspect_that_is_asked_for_again_with_another_deadline_stays_out_of_its_turn() -> None:
+    fleet, suspects = fleet_with_two_suspects()
+    for seq in suspects:
+        if fleet.core.inquiry.holds(seq):
+            again = replace(seq.request, deadline=fleet.now + 1000.0)
+            assert fleet.core.submit(again, now=fleet.now) is seq
+            assert not fleet.core.waiting.is_parked_freely(seq)
+            audit.check(fleet.core)
+            break
+    else:
+        pytest.fail("nobody is searched")
 
 
 def test_a_host_that_goes_away_gives_the_part_to_another() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler import audit
 from scheduler.door import RefusedError
 from scheduler.explain import Reason
 from scheduler.policy import Admission, Limits
@@ -40,6 +41,14 @@ def test_what_is_too_long_for_all_who_are_left_waits_and_holds_nobody_back() -> 
     fleet.attach("big", **BIG)
     fleet.run()
     fleet.check_outputs()
+
+
+def test_one_that_is_asked_for_again_with_another_deadline_stays_out_of_its_turn() -> None:
+    fleet, long = fleet_with_long_one()
+    again = replace(long.request, deadline=fleet.now + 1000.0, accepted_before=True)
+    assert fleet.core.submit(again, now=fleet.now) is long
+    audit.check(fleet.core)
+    assert fleet.core.waiting.peek(fleet.now) is None
 
 
 def test_it_is_given_up_when_nobody_who_could_comes_back_in_time() -> None:

@@ -468,7 +468,7 @@ def test_whoever_is_recalled_competes_also_where_all_who_wait_are_parked() -> No
     assert queue.service(parked) == queue.service(theirs) == 200
 
 
-def test_a_look_at_the_queue_does_not_depend_on_how_many_importance_classes_there_are(
+def test_a_look_at_the_queue_is_at_those_classes_alone_that_may_have_aged_past_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queue = WaitingQueue(aging_seconds=10.0)
