@@ -12,8 +12,8 @@ from scheduler.core_state import CoreState
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Reason
 from scheduler.placement import Turn
+from scheduler.plan_draft import PlanDraft
 from scheduler.recovery import recompute_budget
-from scheduler.rows import Rows
 from scheduler.sequence import Event, Sequence
 from scheduler.waiting import Policy
 
@@ -24,7 +24,7 @@ def give_out(
     core: CoreState,
     state: ExecutorState,
     unfinished: list[Sequence],
-    rows: Rows,
+    draft: PlanDraft,
     now: float,
     *,
     may_enter: bool,
@@ -43,28 +43,28 @@ def give_out(
         return
     if len(unfinished) > 1:
         _order(core, unfinished)
-    budget = rows.budget
+    budget = draft.budget
     state.num_queued_tokens = sum(seq.num_computable_tokens - seq.num_computed_tokens for seq in unfinished)
-    core.recovery_pace.begin(state, unfinished, rows, core.waiting, now)
+    core.recovery_pace.begin(state, unfinished, draft, core.waiting, now)
     turn = Turn(core.placement, state) if len(core.executors) > 1 else None
     alone = core.inquiry.only_these(state, now) if core.inquiry and may_enter else None
     try:
         for seq in unfinished:
             if may_enter and alone is None:
-                _admit(core, state, rows, turn, now, before=seq)
-            if rows.budget <= 0:
+                _admit(core, state, draft, turn, now, before=seq)
+            if draft.budget <= 0:
                 break
-            _chunk(core, seq, rows)
-        if rows.budget <= 0:
-            _give_turns(core, unfinished, rows, now)
+            _chunk(core, seq, draft)
+        if draft.budget <= 0:
+            _give_turns(core, unfinished, draft, now)
         if may_enter and alone is None:
-            _admit(core, state, rows, turn, now)
+            _admit(core, state, draft, turn, now)
     finally:
         state.made_way_for = None  # in this plan or not at all
         if turn is not None:
             _end_turn(core, state, turn)
-    _admit_alone(core, state, rows, alone, now)
-    state.num_queued_tokens -= budget - rows.budget
+    _admit_alone(core, state, draft, alone, now)
+    state.num_queued_tokens -= budget - draft.budget
 
 
 def _order(core: CoreState, unfinished: list[Sequence]) -> None:
@@ -77,10 +77,10 @@ def _order(core: CoreState, unfinished: list[Sequence]) -> None:
             unfinished.sort(key=lambda seq: (seq.importance, seq.latest_start))
 
 
-def _give_turns(core: CoreState, unfinished: list[Sequence], rows: Rows, now: float) -> None:
+def _give_turns(core: CoreState, unfinished: list[Sequence], draft: PlanDraft, now: float) -> None:
     """Prompts that better classes kept from tokens for too long come before them from the next step on."""
     served: dict[int, float] = {}  # the best importance in each class
-    for seq, _, _ in rows.filled:
+    for seq, _, _ in draft.filled:
         served[seq.request.priority] = min(seq.importance, served.get(seq.request.priority, math.inf))
     for seq in unfinished:
         if seq.num_computed_tokens == seq.num_computable_tokens:
@@ -94,7 +94,7 @@ def _give_turns(core: CoreState, unfinished: list[Sequence], rows: Rows, now: fl
 def _admit(
     core: CoreState,
     state: ExecutorState,
-    rows: Rows,
+    draft: PlanDraft,
     turn: Turn | None,
     now: float,
     before: Sequence | None = None,
@@ -112,16 +112,16 @@ def _admit(
     fills_at_once = core.batching is not Batching.ITERATION
     while turn is None or not turn.is_over:
         may_be_left = state.made_way_for is None
-        seq = state.made_way_for or next_one(core, state, now, may_recompute=rows.recompute_budget > 0)
+        seq = state.made_way_for or next_one(core, state, now, may_recompute=draft.recompute_budget > 0)
         if seq is not None and before is not None and not _passes(core, seq, before, now):
             return
         state.made_way_for = None
-        reason = entrance.obstacle(state, seq, has_budget=rows.budget > 0 or fills_at_once)
+        reason = entrance.obstacle(state, seq, has_budget=draft.budget > 0 or fills_at_once)
         if reason is not None or seq is None:
             core.clocks.set(reason or Reason.QUEUED_FOR_STEP, now)
             return
         giver = turn if may_be_left else None
-        if not _let_in(core, state, seq, rows, giver, now, follows=not fills_at_once, before=before):
+        if not _let_in(core, state, seq, draft, giver, now, follows=not fills_at_once, before=before):
             return
 
 
@@ -201,7 +201,7 @@ def _let_in(
     core: CoreState,
     state: ExecutorState,
     seq: Sequence,
-    rows: Rows,
+    draft: PlanDraft,
     turn: Turn | None,
     now: float,
     *,
@@ -229,23 +229,23 @@ def _let_in(
             if turn is not None and turn.give_away(seq, num_cached_tokens, now):
                 core.waiting.park(seq)
             else:
-                _place(core, state, seq, matched, rows, now, before)
+                _place(core, state, seq, matched, draft, now, before)
     return True
 
 
 def _admit_alone(
-    core: CoreState, state: ExecutorState, rows: Rows, alone: list[Sequence] | None, now: float
+    core: CoreState, state: ExecutorState, draft: PlanDraft, alone: list[Sequence] | None, now: float
 ) -> None:
     """Admits these and no others: executors have died, and one of these may be the reason."""
     if alone is None:
         return
     core.see_who_takes_newcomers()
     for seq in alone:
-        if entrance.obstacle(state, seq, has_budget=rows.budget > 0) is not None:
+        if entrance.obstacle(state, seq, has_budget=draft.budget > 0) is not None:
             return
         found = core.find_place(state, seq, follows=False)
         if isinstance(found, entrance.Fits) and state.suits(seq):
-            _place(core, state, seq, found.matched, rows, now)
+            _place(core, state, seq, found.matched, draft, now)
 
 
 def _place(
@@ -253,7 +253,7 @@ def _place(
     state: ExecutorState,
     seq: Sequence,
     matched: list[int],
-    rows: Rows,
+    draft: PlanDraft,
     now: float,
     before: Sequence | None = None,
 ) -> None:
@@ -278,30 +278,30 @@ def _place(
     seq.has_started = True
     seq.num_tokens_at_admission = len(seq.token_ids)
     seq.num_computed_tokens = num_cached_tokens
-    core.enter(state, seq, block_table, rows)
+    core.enter(state, seq, block_table, draft)
     core.unpark_followers(state.cache.begin(seq, len(matched)))
     core.drain_rate.observe(now)
     num_new = len(seq.token_ids) - num_cached_tokens
     state.num_queued_tokens += num_new
     core.recovery_pace.seated(seq)
     core.note(seq, Reason.PREFILL, state, f"{num_new} tokens, {num_cached_tokens} cached")
-    if rows.budget > 0:
-        _chunk(core, seq, rows)
+    if draft.budget > 0:
+        _chunk(core, seq, draft)
 
 
-def _chunk(core: CoreState, seq: Sequence, rows: Rows) -> None:
+def _chunk(core: CoreState, seq: Sequence, draft: PlanDraft) -> None:
     """Plans as many uncomputed tokens of `seq` as the budget allows; fewer if it recovers beside others."""
     if not seq.is_recovering:
-        rows.chunk(seq, rows.budget)
+        draft.chunk(seq, draft.budget)
         return
-    shares = rows.best_other <= seq.importance
-    limit = min(rows.budget, rows.recompute_budget) if shares else rows.budget
+    shares = draft.best_other <= seq.importance
+    limit = min(draft.budget, draft.recompute_budget) if shares else draft.budget
     if core.inquiry:
         limit = min(limit, core.inquiry.num_harmless(seq) or limit)
     if limit > 0:
-        before = rows.budget
-        rows.chunk(seq, limit)
-        rows.recompute_budget -= before - rows.budget
+        before = draft.budget
+        draft.chunk(seq, limit)
+        draft.recompute_budget -= before - draft.budget
 
 
 def _end_turn(core: CoreState, state: ExecutorState, turn: Turn) -> None:

@@ -11,13 +11,13 @@ sequence arrived, or the executor died.
 
 Must not know: gRPC, protobuf, asyncio, the clock (time is an argument), text, tensors, routers. The core owns
 every sequence, the waiting queue, and the running set, blocks and session of each executor. `door` refuses
-requests, `room` preempts, `admitting` lets sequences into the batch, and `results` takes tokens out of a
-step's result.
+requests, `preemption` takes seats and blocks back, `admitting` lets sequences into the batch, and `results`
+takes tokens out of a step's result.
 """
 
 from dataclasses import replace
 
-from scheduler import admitting, door, policy, results, room
+from scheduler import admitting, door, policy, preemption, results
 from scheduler.batching import Batching
 from scheduler.core_state import CoreState
 from scheduler.counters import Outcome
@@ -25,8 +25,8 @@ from scheduler.executor_session import SessionBrokenError
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry, Reason
 from scheduler.plan import BatchPlan, Capacity, StepResult
+from scheduler.plan_draft import PlanDraft
 from scheduler.policy import Limits
-from scheduler.rows import Rows
 from scheduler.sequence import (
     Event,
     Finish,
@@ -255,16 +255,16 @@ class SchedulerCore(CoreState):
         if not self._may_send(state, now) or not self._clear_the_way(state):
             return None
         may_enter = self.batching.may_enter(num_running=len(state.running)) and not state.is_draining
-        rows = Rows(state.max_num_batched_tokens)
+        draft = PlanDraft(state.max_num_batched_tokens)
         for pad in state.entering_padding:
-            self.enter(state, pad, pad.block_table, rows)
+            self.enter(state, pad, pad.block_table, draft)
         state.entering_padding = []
-        unfinished = self._decode_rows(state, rows)
-        if self.limits.max_step_us is not None and rows.rows:
-            rows.budget = state.tokens_beside(len(rows.rows), self.limits.max_step_us)
-        admitting.give_out(self, state, unfinished, rows, now, may_enter=may_enter)
+        unfinished = self._decode_rows(state, draft)
+        if self.limits.max_step_us is not None and draft.rows:
+            draft.budget = state.tokens_beside(len(draft.rows), self.limits.max_step_us)
+        admitting.give_out(self, state, unfinished, draft, now, may_enter=may_enter)
         self.drain_rate.queue_is(now, empty=not self.waiting)
-        return self._plan(state, rows)
+        return self._plan(state, draft)
 
     def _may_send(self, state: ExecutorState, now: float) -> bool:
         """Whether a plan may leave: the window has room, and it is late enough (`pace`).
@@ -281,25 +281,25 @@ class SchedulerCore(CoreState):
         return state.held_until is None
 
     def _clear_the_way(self, state: ExecutorState) -> bool:
-        """Preempts what must go before the plan is made; False when results must arrive first (`room`)."""
-        if state.is_draining and not room.move_off_draining(self, state, self._now):
+        """Preempts what must go before the plan is made; False when results must arrive first."""
+        if state.is_draining and not preemption.move_off_draining(self, state, self._now):
             return False
         # A running sequence takes at most one block a step: with at least that many free, none can run short.
-        if state.blocks.num_free < len(state.running) and not room.preempt_for_growth(self, state):
+        if state.blocks.num_free < len(state.running) and not preemption.preempt_for_growth(self, state):
             return False
-        if state.crowded and not room.preempt_within_tenants(self, state):
+        if state.crowded and not preemption.preempt_within_tenants(self, state):
             return False
-        return room.displace_for_next(self, state, self._now)
+        return preemption.displace_for_next(self, state, self._now)
 
-    def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
+    def _decode_rows(self, state: ExecutorState, draft: PlanDraft) -> list[Sequence]:
         """Adds a row for each running sequence with one token to compute; returns those with more."""
         unfinished: list[Sequence] = []
         growing: list[Sequence] = []
         num_early, early = policy.early_growth(
             len(state.running), state.blocks.num_free, state.blocks.block_size
         )
-        members, seq_ids = rows.rows, rows.seq_ids
-        budget, positions_sum = rows.budget, rows.positions_sum
+        members, seq_ids = draft.rows, draft.seq_ids
+        budget, positions_sum = draft.budget, draft.positions_sum
         for seq_id, seq in state.running.items():
             position = seq.num_computed_tokens
             computable = seq.num_computable_tokens
@@ -319,14 +319,14 @@ class SchedulerCore(CoreState):
             budget -= 1
             seq.num_computed_tokens = computable
             if seq.is_prefilling:  # a last chunk of one token
-                rows.filled.append((seq, seq_id, computable))
+                draft.filled.append((seq, seq_id, computable))
             if computable < seq.max_len - 1:
                 seq.num_computable_tokens = computable + 1
-        rows.num_tokens = [1] * len(members)
-        rows.num_samples = [1] * len(members)
-        rows.budget, rows.positions_sum = budget, positions_sum
+        draft.num_tokens = [1] * len(members)
+        draft.num_samples = [1] * len(members)
+        draft.budget, draft.positions_sum = budget, positions_sum
         if growing:
-            self._grow(state, growing, rows)
+            self._grow(state, growing, draft)
         return unfinished
 
     def _has_slot(self, state: ExecutorState, seq: Sequence, growing: list[Sequence], num_early: int) -> bool:
@@ -343,46 +343,46 @@ class SchedulerCore(CoreState):
         growing.append(seq)
         return True
 
-    def _grow(self, state: ExecutorState, growing: list[Sequence], rows: Rows) -> None:
+    def _grow(self, state: ExecutorState, growing: list[Sequence], draft: PlanDraft) -> None:
         """Gives each of these one more block."""
         block_ids = state.blocks.allocate(len(growing))
         block_size = state.blocks.block_size
         for seq, block_id in zip(growing, block_ids, strict=True):
             seq.block_table.append(block_id)
             seq.num_slots += block_size
-            rows.grown_seq_ids.append(seq.seq_id)
+            draft.grown_seq_ids.append(seq.seq_id)
             # The blocks before it are fully computed once this plan has been answered.
-            rows.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
-        rows.num_new_blocks = [1] * len(growing)
-        rows.new_block_ids = block_ids
+            draft.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
+        draft.num_new_blocks = [1] * len(growing)
+        draft.new_block_ids = block_ids
 
-    def _plan(self, state: ExecutorState, rows: Rows) -> BatchPlan | None:
+    def _plan(self, state: ExecutorState, draft: PlanDraft) -> BatchPlan | None:
         session = state.session
-        if not (rows.rows or rows.admitted or state.released_seq_ids or state.has_ghosts):
+        if not (draft.rows or draft.admitted or state.released_seq_ids or state.has_ghosts):
             return None
         plan = BatchPlan(
             epoch=session.epoch,
             step_id=session.last_step_id + 1,
             acked_step_id=session.acked_step_id,
             released_seq_ids=state.released_seq_ids,
-            admitted=rows.admitted,
-            seq_ids=rows.seq_ids,
-            num_tokens=rows.num_tokens,
-            grown_seq_ids=rows.grown_seq_ids,
-            num_new_blocks=rows.num_new_blocks,
-            new_block_ids=rows.new_block_ids,
-            positions_sum=rows.positions_sum,
-            num_samples=rows.num_samples,
-            rows=rows.rows,
-            filled=rows.filled,
-            outgrown=rows.outgrown,
+            admitted=draft.admitted,
+            seq_ids=draft.seq_ids,
+            num_tokens=draft.num_tokens,
+            grown_seq_ids=draft.grown_seq_ids,
+            num_new_blocks=draft.num_new_blocks,
+            new_block_ids=draft.new_block_ids,
+            positions_sum=draft.positions_sum,
+            num_samples=draft.num_samples,
+            rows=draft.rows,
+            filled=draft.filled,
+            outgrown=draft.outgrown,
             left=state.left,
         )
         state.released_seq_ids = []
         state.left = []
         state.has_ghosts = False
         session.sent(plan)
-        num_tokens = sum(rows.num_tokens)
+        num_tokens = sum(draft.num_tokens)
         predicted_us = state.step_time.predict_us(num_tokens) if num_tokens else 0.0
         state.clock.sent(None if predicted_us is None else predicted_us / 1e6, self._now)
         self.counters.scheduled_tokens += num_tokens

@@ -5,7 +5,7 @@
                    └─────────┘  preempted, displaced, or its executor was lost
 
 Each move is made here and nowhere else, so that queue, seats, blocks, tenants and time lines agree. When to
-make one is decided elsewhere: by the calls of `core` and the rules that they apply (`door`, `room`,
+make one is decided elsewhere: by the calls of `core` and the rules that they apply (`door`, `preemption`,
 `admitting`). Pure.
 """
 
@@ -24,9 +24,9 @@ from scheduler.inquiry import Inquiry
 from scheduler.meters import Meters
 from scheduler.placement import Placement
 from scheduler.plan import Leaver, NewSequence
+from scheduler.plan_draft import PlanDraft
 from scheduler.policy import Limits
 from scheduler.recovery import RecoveryPace
-from scheduler.rows import Rows
 from scheduler.sequence import Event, Finish, FinishReason, Request, Sequence, State, end_of_output
 from scheduler.slack import Slack
 from scheduler.stranded import Stranded
@@ -154,7 +154,7 @@ class CoreState:
         """Whether `seq`, the next one, may enter; with `follows`, it may wait for a prefix in progress."""
         return self.entrance.find(state, seq, follows=follows)
 
-    def enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], rows: Rows) -> None:
+    def enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], draft: PlanDraft) -> None:
         """Gives `seq` a seat under a new seq_id. Plans are kept for resending, so they get copies."""
         seq.seq_id = state.next_seq_id
         state.next_seq_id += 1
@@ -165,7 +165,7 @@ class CoreState:
         seq.tenant.num_running += 1
         seq.tenant.meter(len(block_table), self._now)
         sampling = self._padding_sampling if seq.is_padding else seq.request.sampling
-        rows.admitted.append(
+        draft.admitted.append(
             NewSequence(
                 seq.seq_id,
                 seq.token_ids[:],

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 
 from scheduler.executor_state import ExecutorState
-from scheduler.rows import Rows
+from scheduler.plan_draft import PlanDraft
 from scheduler.sequence import Sequence
 from scheduler.waiting import WaitingQueue
 
@@ -36,12 +36,12 @@ class RecoveryPace:
         self,
         state: ExecutorState,
         unfinished: Iterable[Sequence],
-        rows: Rows,
+        draft: PlanDraft,
         waiting: WaitingQueue,
         now: float,
     ) -> None:
         """Called when decoding has its tokens and the rest of a plan's budget is about to be given out."""
-        rows.recompute_budget = recompute_budget(rows.budget)
+        draft.recompute_budget = recompute_budget(draft.budget)
         if not (waiting.has_recovering or any(seq.is_recovering for seq in unfinished)):
             return
         others = [seq.importance for seq in unfinished if not seq.is_recovering]
@@ -49,7 +49,7 @@ class RecoveryPace:
             newcomer = waiting.peek(now, at=state.executor_id, skip_recovering=True)
             if newcomer is not None:
                 others.append(waiting.importance(newcomer, now))
-        rows.best_other = min(others, default=math.inf)
+        draft.best_other = min(others, default=math.inf)
 
     def next(
         self, state: ExecutorState, waiting: WaitingQueue, now: float, *, may_recompute: bool

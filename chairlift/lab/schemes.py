@@ -34,8 +34,8 @@ from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
 from scheduler.plan import BatchPlan
+from scheduler.plan_draft import PlanDraft
 from scheduler.policy import Admission, Limits
-from scheduler.rows import Rows
 from scheduler.sequence import Sequence
 
 WHOLE_PROMPTS = 1 << 30  # a token budget that cuts no prompt
@@ -51,16 +51,16 @@ class PrefillFirstCore(SchedulerCore):
     One difference to vLLM of 2023: a prompt that the budget cuts is not put off but goes on in the next step.
     """
 
-    def _decode_rows(self, state: ExecutorState, rows: Rows) -> list[Sequence]:
+    def _decode_rows(self, state: ExecutorState, draft: PlanDraft) -> list[Sequence]:
         """No rows yet; returns those in the midst of their prompts."""
-        del rows
+        del draft
         return [seq for seq in state.running.values() if seq.is_prefilling and _is_behind(seq)]
 
-    def _plan(self, state: ExecutorState, rows: Rows) -> BatchPlan | None:
+    def _plan(self, state: ExecutorState, draft: PlanDraft) -> BatchPlan | None:
         """Prompts; and decoding, when there was none."""
-        if not rows.rows:
-            super()._decode_rows(state, rows)
-        return super()._plan(state, rows)
+        if not draft.rows:
+            super()._decode_rows(state, draft)
+        return super()._plan(state, draft)
 
 
 def _is_behind(seq: Sequence) -> bool:

@@ -20,8 +20,8 @@ from scheduler import (
     door,
     executor_session,
     lease,
+    preemption,
     prefix_cache,
-    room,
     router_session,
     stranded,
     suspects,
@@ -77,25 +77,25 @@ def _applies_results_twice(received: Any) -> Any:
 
 
 def _acknowledges_nothing(plan: Any) -> Any:
-    def broken(self: core.SchedulerCore, state: Any, rows: Any) -> Any:
-        made = plan(self, state, rows)
+    def broken(self: core.SchedulerCore, state: Any, draft: Any) -> Any:
+        made = plan(self, state, draft)
         return made if made is None else _changed_in_window(state, made, acked_step_id=0)
 
     return broken
 
 
 def _forgets_releases(plan: Any) -> Any:
-    def broken(self: core.SchedulerCore, state: Any, rows: Any) -> Any:
+    def broken(self: core.SchedulerCore, state: Any, draft: Any) -> Any:
         state.released_seq_ids = state.released_seq_ids[1:]
-        return plan(self, state, rows)
+        return plan(self, state, draft)
 
     return broken
 
 
 def _forgets_ghosts(plan: Any) -> Any:
-    def broken(self: core.SchedulerCore, state: Any, rows: Any) -> Any:
+    def broken(self: core.SchedulerCore, state: Any, draft: Any) -> Any:
         state.has_ghosts = False
-        return plan(self, state, rows)
+        return plan(self, state, draft)
 
     return broken
 
@@ -209,8 +209,8 @@ def _keeps_a_block(release: Any) -> Any:
 def _frees_early(decode_rows: Any) -> Any:
     """The first block of whoever has grown to a third one is given to others, as if it were not read."""
 
-    def broken(self: core.SchedulerCore, state: Any, rows: Any) -> Any:
-        unfinished = decode_rows(self, state, rows)
+    def broken(self: core.SchedulerCore, state: Any, draft: Any) -> Any:
+        unfinished = decode_rows(self, state, draft)
         for seq in state.running.values():
             if len(seq.block_table) == 3:
                 state.blocks.release(seq.block_table[:1])
@@ -393,7 +393,7 @@ MUTATIONS = (
     Mutation("the output is not recomputed", Sequence, "forget_computed", _recomputes_the_prompt_alone, 1),
     Mutation(
         "somebody is preempted with a result out",
-        room,
+        preemption,
         "preempt_for_growth",
         _preempts_with_results_out,
         91,

@@ -16,10 +16,10 @@ from scheduler.executor_state import ExecutorState
 from scheduler.lease import Lease, Record, Role
 from scheduler.parts import PartAssembler
 from scheduler.plan import BatchPlan, Capacity
+from scheduler.plan_draft import PlanDraft
 from scheduler.policy import Limits
 from scheduler.promise import Promise
 from scheduler.router_session import RouterSession, session_of, superseded, touch
-from scheduler.rows import Rows
 from scheduler.sequence import Event, Finish, FinishReason, Sequence, StatusCode
 from tests.simulation.executor_node import ExecutorNode
 from tests.simulation.ledger import Bout, Ledger
@@ -98,8 +98,8 @@ class WatchedCore(SchedulerCore):
             self._given_up[state.executor_id, session.epoch, seq.seq_id] = session.last_step_id
         super()._end_running(state, seq, finish, event)
 
-    def _plan(self, state: ExecutorState, rows: Rows) -> BatchPlan | None:
-        plan = super()._plan(state, rows)
+    def _plan(self, state: ExecutorState, draft: PlanDraft) -> BatchPlan | None:
+        plan = super()._plan(state, draft)
         if plan is not None:
             self._check_given_up(state, plan)
         return plan

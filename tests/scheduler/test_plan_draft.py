@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.rows import Rows
+from scheduler.plan_draft import PlanDraft
 from tests.scheduler.sequences import waiting
 
 
@@ -19,12 +19,12 @@ def test_chunks_cover_the_computable_tokens_once_and_the_last_one_samples(
     for limit in limits * 50:
         if covered == computable:
             break
-        rows = Rows(budget=1000)
-        rows.chunk(seq, limit)
-        (count,), (samples,) = rows.num_tokens, rows.num_samples
+        draft = PlanDraft(budget=1000)
+        draft.chunk(seq, limit)
+        (count,), (samples,) = draft.num_tokens, draft.num_samples
         assert 1 <= count <= limit
-        assert rows.positions_sum == covered
-        assert rows.budget == 1000 - count
+        assert draft.positions_sum == covered
+        assert draft.budget == 1000 - count
         covered += count
         assert seq.num_computed_tokens == covered
         assert samples == (covered == computable)
@@ -34,12 +34,12 @@ def test_chunks_cover_the_computable_tokens_once_and_the_last_one_samples(
 
 
 def test_columns_stand_beside_each_other() -> None:
-    rows = Rows(budget=10)
+    draft = PlanDraft(budget=10)
     first, second = waiting("a", prompt_len=3), waiting("b", prompt_len=9)
     first.seq_id, second.seq_id = 4, 5
     second.num_computed_tokens = 2
-    rows.chunk(first, rows.budget)
-    rows.chunk(second, rows.budget)
-    assert rows.rows == [first, second]
-    assert (rows.seq_ids, rows.num_tokens, rows.num_samples) == ([4, 5], [3, 7], [1, 1])
-    assert (rows.positions_sum, rows.budget) == (2, 0)
+    draft.chunk(first, draft.budget)
+    draft.chunk(second, draft.budget)
+    assert draft.rows == [first, second]
+    assert (draft.seq_ids, draft.num_tokens, draft.num_samples) == ([4, 5], [3, 7], [1, 1])
+    assert (draft.positions_sum, draft.budget) == (2, 0)

@@ -1,4 +1,4 @@
-"""The columns of the plan that is being made. Pure; lives for one call of `schedule`."""
+"""The plan that is being made, as columns. Pure; lives for one call of `schedule`."""
 
 import math
 
@@ -6,7 +6,7 @@ from scheduler.plan import NewSequence
 from scheduler.sequence import Sequence
 
 
-class Rows:
+class PlanDraft:
     """Columns that grow row by row; `budget` is the number of tokens that may still be given out."""
 
     __slots__ = (
