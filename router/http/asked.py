@@ -336,15 +336,13 @@ def constraint_of(
 
     `found` has what OpenAI's own field says, if it says anything. Raises RequestError.
     """
-    schema = body.value("json_schema")
-    if schema is not None:
-        found = [*found, ("json_schema", JsonSchema(_schema_text(schema, "json_schema")))]
-    pattern = body.text("regex")
-    if pattern is not None:
-        found = [*found, ("regex", Regex(pattern))]
-    values = body.texts("choice")
-    if values is not None:
-        found = [*found, ("choice", Choice(values))]
+    found = [*found, *_constraints(body, "json_schema")]
+    as_vllm = body.fields("structured_outputs")
+    if as_vllm is not None:
+        found += _constraints(as_vllm, "json")
+        if as_vllm.flag("json_object"):
+            found.append((as_vllm.path_of("json_object"), JsonSchema("{}")))
+        as_vllm.close()
     if len(found) > 1:
         first, second = found[0][0], found[1][0]
         raise invalid(second, f"{second} is given beside {first}; an output can be held to one of them")
@@ -352,6 +350,21 @@ def constraint_of(
         return None, {}
     name, constraint = found[0]
     return constraint, {field_of(constraint): name}
+
+
+def _constraints(fields: Fields, schema_name: str) -> list[tuple[str, Constraint]]:
+    """What these fields hold an output to, each under its path. A schema is called `schema_name`."""
+    found: list[tuple[str, Constraint]] = []
+    schema, where = fields.value(schema_name), fields.path_of(schema_name)
+    if schema is not None:
+        found.append((where, JsonSchema(_schema_text(schema, where))))
+    pattern = fields.text("regex")
+    if pattern is not None:
+        found.append((fields.path_of("regex"), Regex(pattern)))
+    values = fields.texts("choice")
+    if values is not None:
+        found.append((fields.path_of("choice"), Choice(values)))
+    return found
 
 
 def _of_response_format(body: Fields) -> list[tuple[str, Constraint]]:

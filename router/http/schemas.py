@@ -133,6 +133,10 @@ def _answer(
 # --- what is asked ----------------------------------------------------------------------------------
 
 _TOKEN_ID: Final = _whole(0)
+_REGEX: Final = _text(1, constraints.MAX_REGEX_CHARACTERS)
+_CHOICE: Final = _list(
+    _text(1, constraints.MAX_CHOICE_CHARACTERS), at_least=1, at_most=constraints.MAX_CHOICES
+)
 _JSON_SCHEMA: Final = _about(
     _any_of(_TEXT, _ANY_OBJECT),
     f"A JSON schema, as itself or as text; at most {constraints.MAX_SCHEMA_BYTES} bytes",
@@ -167,8 +171,12 @@ _COMMON: Final[Schema] = {
     "prompt_logprobs": _any_of(_whole(0, MAX_LOGPROBS), {"const": False}),
     "response_format": reference("ResponseFormat"),
     "json_schema": _JSON_SCHEMA,
-    "regex": _text(1, constraints.MAX_REGEX_CHARACTERS),
-    "choice": _list(_text(1, constraints.MAX_CHOICE_CHARACTERS), at_least=1, at_most=constraints.MAX_CHOICES),
+    "regex": _REGEX,
+    "choice": _CHOICE,
+    "structured_outputs": _about(
+        _body({"json": _JSON_SCHEMA, "json_object": _FLAG, "regex": _REGEX, "choice": _CHOICE}),
+        "vLLM's word for json_schema, regex and choice",
+    ),
     "stream": _FLAG,
     "stream_options": _about(
         _body(

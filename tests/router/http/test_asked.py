@@ -391,6 +391,12 @@ WEATHER = {
         ({"json_schema": "[]"}, JsonSchema("[]")),
         ({"regex": "a+"}, Regex("a+")),
         ({"choice": ["a", "b"]}, Choice(("a", "b"))),
+        ({"structured_outputs": None}, None),
+        ({"structured_outputs": {"json": None, "json_object": False}}, None),
+        ({"structured_outputs": {"json": {"const": "é"}}}, JsonSchema('{"const": "é"}')),
+        ({"structured_outputs": {"json_object": True}}, JsonSchema("{}")),
+        ({"structured_outputs": {"regex": "a+", "choice": None}}, Regex("a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Choice(("a", "b"))),
     ],
 )
 def test_what_an_output_is_held_to(fields: dict[str, object], constraint: Constraint | None) -> None:
@@ -404,6 +410,10 @@ def test_b99_one_output_is_held_to_one_thing() -> None:
     assert refusal(chat, regex="a", tools=[WEATHER], tool_choice="required").field == "regex"
     assert refusal(completion, json_schema=5).field == "json_schema"
     assert refusal(completion, choice=[None]).field == "choice[0]"
+    as_vllm = {"regex": "a", "choice": ["a"]}
+    assert refusal(chat, structured_outputs=as_vllm).field == "structured_outputs.choice"
+    assert refusal(chat, regex="a", structured_outputs={"regex": "a"}).field == "structured_outputs.regex"
+    assert refusal(chat, structured_outputs={"grammar": "root ::= a"}).field == "structured_outputs.grammar"
 
 
 @pytest.mark.parametrize(
