@@ -155,8 +155,8 @@ def is_too_late(core: CoreState, seq: Sequence, now: float) -> bool:
 
 def _may_look_on(state: ExecutorState) -> bool:
     """Whether the next sequence may be looked at in this plan, after one that was put behind."""
-    state.is_still_looking = state.num_put_behind >= MAX_PUT_BEHIND
-    return not state.is_still_looking
+    state.is_still_looking |= state.num_put_behind >= MAX_PUT_BEHIND  # a prompt may be hashed as well
+    return state.num_put_behind < MAX_PUT_BEHIND
 
 
 def put_behind(core: CoreState, state: ExecutorState, seq: Sequence) -> None:

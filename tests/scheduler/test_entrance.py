@@ -345,6 +345,19 @@ def test_many_that_become_too_late_at_once_are_put_behind_over_several_plans(
     assert list(state.running.values()) == [on_time]
 
 
+def test_a_prompt_that_is_still_hashed_is_not_forgotten_for_one_that_is_put_behind() -> None:
+    """Else its executor, if it is idle, would not be asked for a plan again."""
+    h = Harness(limits(policy=Policy.DEADLINE))
+    state = h.core.executors[EXECUTOR]
+    for is_hashing in (False, True):
+        state.is_still_looking = is_hashing
+        assert admitting._may_look_on(state)
+        assert state.is_still_looking == is_hashing
+    state.is_still_looking, state.num_put_behind = False, admitting.MAX_PUT_BEHIND
+    assert not admitting._may_look_on(state)
+    assert state.is_still_looking
+
+
 def test_nobody_makes_way_for_one_that_is_put_behind_as_too_late() -> None:
     everybody = limits(policy=Policy.DEADLINE, admission=Admission.OPTIMISTIC)
     h = Harness(everybody, num_blocks=32, block_size=4, max_num_seqs=2)
