@@ -116,7 +116,7 @@ class WaitingQueue:
         self._on_rung: dict[int, list[_Class]] = {}  # the parts of each
         self._oldest: list[tuple[float, int, Sequence]] = []  # a heap of all, by how long they have waited
         self._turn_at: dict[int, float] = {}  # when each importance class last had a turn before a better one
-        self._class_of: dict[Sequence, _Class] = {}  # where those stand that are not parked
+        self._stands_in: dict[Sequence, _Class] = {}  # where those stand that are not parked
         self._entry_of: dict[Sequence, int] = {}  # the valid entry: a sequence may wait more than once
         self._next_entry = 0
         self._aside: dict[Tenant, Sequence] = {}  # tenants at a limit of their own, and what it stopped
@@ -321,7 +321,7 @@ class WaitingQueue:
             if of_class.priority not in self._on_rung:
                 bisect.insort(self._ladder, of_class.priority)
             self._on_rung.setdefault(of_class.priority, []).append(of_class)
-        self._class_of[seq] = of_class
+        self._stands_in[seq] = of_class
         of_class.num_standing += 1
         of_class.by_turn.push(self._key(seq), self._next_entry, seq, of_class.num_standing)
         of_class.by_age.push((seq.waiting_since,), self._next_entry, seq, of_class.num_standing)
@@ -335,7 +335,7 @@ class WaitingQueue:
 
     def _withdraw(self, seq: Sequence) -> None:
         """`seq` does not stand where it stood. An empty class goes at once, and with it its stale entries."""
-        of_class = self._class_of.pop(seq, None)
+        of_class = self._stands_in.pop(seq, None)
         if of_class is None:
             return
         of_class.num_standing -= 1
@@ -402,9 +402,11 @@ class WaitingQueue:
 
     def _most_improvement(self, now: float) -> float:
         """No class is lifted by more than this."""
+        if self._aging_seconds is None:
+            return 0.0
         while self._entry_of.get(self._oldest[0][2]) != self._oldest[0][1]:
             heapq.heappop(self._oldest)
-        return 0.0 if self._aging_seconds is None else (now - self._oldest[0][0]) // self._aging_seconds
+        return (now - self._oldest[0][0]) // self._aging_seconds
 
     def _improvement_since(self, waiting_since: float, priority: int, now: float) -> float:
         if self._aging_seconds is None:
