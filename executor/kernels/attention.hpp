@@ -97,14 +97,13 @@ static void copy_held_values(const uint32_t* tile, int head_dim, int count, uint
 
 // The highest of `count` numbers, a multiple of sixteen. Four at a time: a comparison waits for the one before.
 static INLINE float highest_of(const float* numbers, int count) {
-    auto higher = [](Floats left, Floats right) { return left > right ? left : right; };
     Floats highest[4];
     for (Floats& each : highest) each = broadcast(-__builtin_inff());
     int i = 0;
     for (; i + 4 * LANES <= count; i += 4 * LANES)
         for (int part = 0; part < 4; part++)
-            highest[part] = higher(load<Floats>(numbers + i + part * LANES), highest[part]);
-    for (; i < count; i += LANES) highest[0] = higher(load<Floats>(numbers + i), highest[0]);
+            highest[part] = higher(load_floats(numbers + i + part * LANES), highest[part]);
+    for (; i < count; i += LANES) highest[0] = higher(load_floats(numbers + i), highest[0]);
     return max_of_lanes(higher(higher(highest[0], highest[1]), higher(highest[2], highest[3])));
 }
 
@@ -116,25 +115,25 @@ static INLINE float softmax(const AttentionCall& it, float* scores, int first, i
     int from = (begin - first) / TILE * TILE, to = padded_to_tile(end - first);
     if (it.soft_cap != 0)
         for (int i = from; i < to; i += LANES) {
-            Floats capped = hyperbolic_tangent(load<Floats>(scores + i) * (it.scale / it.soft_cap));
-            store(scores + i, capped * (it.soft_cap / it.scale));
+            Floats capped = hyperbolic_tangent(load_floats(scores + i) * (it.scale / it.soft_cap));
+            store_floats(scores + i, capped * (it.soft_cap / it.scale));
         }
     // Only the first and the last tile hold positions that the row may not see.
     for (int edge : {from, to - TILE}) {
         Integers position = lane_numbers() + (first + edge);
-        Floats some = load<Floats>(scores + edge);
-        store(scores + edge, (position >= begin) & (position < end) ? some : nothing);
+        Floats some = load_floats(scores + edge);
+        store_floats(scores + edge, pick((position >= begin) & (position < end), some, nothing));
     }
     float power = it.scale * LOG2_E, most = power * highest_of(scores + from, to - from);
     Floats sums = {};
-    Type* weights = (Type*)scores;
+    Factor<Type>* weights = (Factor<Type>*)scores;
     for (int i = from; i < to; i += LANES) {
-        Floats some = power_of_two(load<Floats>(scores + i) * power - most);
+        Floats some = power_of_two(load_floats(scores + i) * power - most);
         sums = sums + some;
-        store_floats(weights + i, some);
+        store_factors<Type>(weights + i, some);
     }
-    memset((void*)weights, 0, sizeof(Type) * from);
-    memset((void*)(weights + to), 0, sizeof(Type) * (count - to));
+    memset((void*)weights, 0, sizeof *weights * from);
+    memset((void*)(weights + to), 0, sizeof *weights * (count - to));
     return sum_of_lanes(sums);
 }
 
@@ -153,7 +152,7 @@ struct QueryBlock {
     int first, end;  // positions that any of the rows looks at; the first of a tile
     int num_tiles, width;
     int stride;  // of scores: an odd number of cache lines, lest rows want the same places in the cache
-    size_t row_units, tile_units;
+    size_t row_units, row_words, tile_units;
     bool in_place;  // tiles lie in the cache as products read them
     bool is_thin;   // few rows: there is less to compute with the cache than to wait for it
 
@@ -171,6 +170,7 @@ struct QueryBlock {
         num_tiles = width / TILE;
         stride = (num_tiles | 1) * TILE;
         row_units = head_dim / PER;
+        row_words = row_units * WORDS_PER_UNIT<Type>;
         tile_units = TILE * row_units;
         in_place = it.block_size % TILE == 0;
         is_thin = in_place && count <= MOST_ROWS / 2;
@@ -207,10 +207,10 @@ struct QueryBlock {
     }
 
     void take_queries() {
-        grow(room.query, count * row_units);
+        grow(room.query, count * row_words);
         for (int i = 0; i < count; i++) {
             const Type* from = (const Type*)it.query + token_of(i) * it.query_stride + head_of(i) * head_dim;
-            memcpy(room.query.data() + i * row_units, from, row_units * 4);
+            copy_as_factors(from, head_dim, (Factor<Type>*)(room.query.data() + i * row_words));
         }
     }
 
@@ -230,7 +230,7 @@ struct QueryBlock {
             const uint32_t* panel = key_panel(tile, 0);
             bool is_pair = together == 2 && tile + 1 < num_tiles;
             Operands by_keys;
-            by_keys.a = room.query.data(), by_keys.a_stride = row_units;
+            by_keys.a = room.query.data(), by_keys.a_stride = row_words;
             by_keys.segments = &panel, by_keys.num_segments = 1, by_keys.segment_units = (int)row_units;
             by_keys.b_stride = LANES, by_keys.second_panel = is_pair ? key_panel(tile + 1, 1) - panel : 0;
             by_keys.c = room.scores.data() + tile * TILE, by_keys.c_stride = stride;
@@ -279,7 +279,7 @@ struct QueryBlock {
         for (int i = 0; i < count; i++) {
             Type* out = (Type*)it.out + token_of(i) * it.out_stride + head_of(i) * head_dim;
             const float* numbers = room.output.data() + i * head_dim;
-            for (int n = 0; n < head_dim; n += LANES) store_floats(out + n, load<Floats>(numbers + n) / sums[i]);
+            for (int n = 0; n < head_dim; n += LANES) store_floats(out + n, load_floats(numbers + n) / sums[i]);
         }
     }
 

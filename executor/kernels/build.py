@@ -61,10 +61,13 @@ _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 INSTRUCTION_SETS: Final = (
     InstructionSet(
         "amx",
-        (*_WIDE, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        (*_WIDE, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        _V4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
     ),
-    InstructionSet("avx512_bf16", (*_WIDE, "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    InstructionSet(
+        "avx512_bf16", (*_WIDE, "-mavx512vnni", "-mavx512bf16"), _V4 | {"avx512_vnni", "avx512_bf16"}
+    ),
+    InstructionSet("avx512_vnni", (*_WIDE, "-mavx512vnni"), _V4 | {"avx512_vnni"}),
     InstructionSet("avx512", _WIDE, _V4),
     InstructionSet("avx2", ("-march=x86-64-v3",), _V3),
     InstructionSet("x86_64", ("-march=x86-64-v2",), _V2),

@@ -3,6 +3,7 @@
 // Pointers are valid for the call. `is_bfloat16` says of which type the computation is.
 #include "attention.hpp"
 #include "linear.hpp"
+#include "quantized.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"
 
@@ -29,6 +30,8 @@ EXPORT void pack_weight(const void* weight, int num_rows, int in, bool gated, vo
         pack((const float*)weight, num_rows, in, gated, (float*)packed);
 }
 
+EXPORT void pack_codes(const PackingCall* call) { pack_quantized(*call); }
+
 // One operation: which, and where its call lies.
 enum Kind { EMBED = 0, NORM = 1, LINEAR = 2, ROTATE = 3, ATTEND = 4 };
 
@@ -39,16 +42,25 @@ struct Operation {
     const void* call;
 };
 
+template <class Type, class Out>
+static void any_linear(const LinearCall& call, int finishing) {
+    call.weight_bits ? quantized_linear<Type, Out>(call, finishing) : linear<Type, Out>(call, finishing);
+}
+
 template <class Type>
 static void compute(const Operation& it) {
     switch (it.kind) {
-        case EMBED: return embed<Type>(*(const EmbedCall*)it.call);
+        case EMBED: {
+            const EmbedCall& call = *(const EmbedCall*)it.call;
+            return call.weight_bits ? quantized_embed(call) : embed<Type>(call);
+        }
         case NORM: return add_norm<Type>(*(const NormCall*)it.call);
         case ROTATE: return rotate_and_store<Type>(*(const RotateCall*)it.call);
         case ATTEND: return attend<Type>(*(const AttentionCall*)it.call);
-        case LINEAR:
-            if (it.float_out) return linear<Type, float>(*(const LinearCall*)it.call, it.finishing);
-            return linear<Type, Type>(*(const LinearCall*)it.call, it.finishing);
+        case LINEAR: {
+            const LinearCall& call = *(const LinearCall*)it.call;
+            return it.float_out ? any_linear<Type, float>(call, it.finishing) : any_linear<Type, Type>(call, it.finishing);
+        }
     }
 }
 

@@ -16,6 +16,8 @@ from executor.kernels.build import InstructionSet, KernelsUnavailableError, avai
 MOST_QUERY_ROWS = 32
 """Query rows (heads of tokens) that attention computes together."""
 MOST_HEAD_DIM = 512
+BLOCK_BYTES = {8: 16 * (2 * 2 + 32), 4: 16 * (2 * 2 + 16)}
+"""Of sixteen columns' blocks of 32 numbers in so many bits, scales and offsets included: `block_bytes`."""
 UNIT_PADDING = 32
 """Inputs of a projection are zero up to the next multiple of so many numbers."""
 COLUMN_PADDING = 32
@@ -76,6 +78,7 @@ class EmbedCall(Structure):
         ("num_tokens", c_int),
         ("num_units", c_int),
         ("in_features", c_int),
+        ("weight_bits", c_int),
         ("scale", c_float),
     )
 
@@ -106,6 +109,7 @@ class LinearCall(Structure):
         ("rows", c_void_p),
         ("row_stride", c_int64),
         ("weight", c_void_p),
+        ("factors", c_void_p),
         ("bias", c_void_p),
         ("out", c_void_p),
         ("out_stride", c_int64),
@@ -113,7 +117,23 @@ class LinearCall(Structure):
         ("num_units", c_int),
         ("num_pairs", c_int),
         ("num_columns", c_int),
+        ("weight_bits", c_int),
         ("soft_cap", c_float),
+    )
+
+
+class PackingCall(Structure):
+    """`PackingCall` of quantized.hpp."""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
+        ("packed", c_void_p),
+        ("num_rows", c_int),
+        ("num_blocks", c_int),
+        ("bits", c_int),
+        ("gated", c_int),
     )
 
 
@@ -202,6 +222,7 @@ class Kernels:
         self.start = function("start", c_int, returns=c_bool)
         """Start threads until there are so many; there are never fewer again."""
         self.pack_weight = function("pack_weight", c_void_p, c_int, c_int, c_bool, c_void_p, c_bool)
+        self.pack_codes = function("pack_codes", POINTER(PackingCall))
         self.compute = function("compute", POINTER(Operation), c_int, c_bool)
         self.choose_tokens = function("choose_tokens", POINTER(SamplingCall))
         if not self.start(num_threads):

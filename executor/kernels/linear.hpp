@@ -52,13 +52,15 @@ struct LinearCall {
     const void* rows;        // numbers of the computation's type, zero from `in` to the next multiple of 32
     int64_t row_stride;      // numbers from row to row
     const void* weight;      // packed
+    void* factors;           // room for the rows as they are multiplied: 4 bytes for a number
     const float* bias;       // in packed order, padded like the columns; or null
     void* out;
     int64_t out_stride;      // numbers from row to row
     int num_rows;
-    int num_units;           // of a panel
+    int num_units;           // of a panel; blocks of a panel of codes
     int num_pairs;           // of panels
     int num_columns;         // of the result
+    int weight_bits;         // of a code: 8, 4; or 0
     float soft_cap;
 };
 
@@ -67,9 +69,9 @@ static INLINE void finish(const LinearCall& it, int finishing, const float* sums
     bool gated = finishing == SILU_GATE || finishing == GELU_TANH_GATE;
     int width = gated ? LANES : PAIR, first = pair * width;
     Floats bias[2] = {};
-    if (it.bias) bias[0] = load<Floats>(it.bias + pair * PAIR), bias[1] = load<Floats>(it.bias + pair * PAIR + LANES);
+    if (it.bias) bias[0] = load_floats(it.bias + pair * PAIR), bias[1] = load_floats(it.bias + pair * PAIR + LANES);
     for (int i = 0; i < num_rows; i++) {
-        Floats left = load<Floats>(sums + i * PAIR) + bias[0], right = load<Floats>(sums + i * PAIR + LANES) + bias[1];
+        Floats left = load_floats(sums + i * PAIR) + bias[0], right = load_floats(sums + i * PAIR + LANES) + bias[1];
         Out* out = (Out*)it.out + (row + i) * it.out_stride + first;
         switch (finishing) {
             case SILU_GATE:
@@ -90,34 +92,57 @@ static INLINE void finish(const LinearCall& it, int finishing, const float* sums
     }
 }
 
-template <class Type, class Out>
-static void linear(const LinearCall& it, int finishing) {
-    constexpr int BLOCK = HAS_TILES<Type> ? MOST_ROWS : 2 * REGISTER_ROWS;
-    size_t row_bytes = (size_t)it.num_units * 4, panel_units = (size_t)it.num_units * LANES;
-    int slab = padded((int)(SLAB_BYTES / row_bytes) + 1, BLOCK);
+// Calls `work(pair, row, num_rows, is_first)` for each pair of panels with at most `most_rows` rows at a time: a thread
+// has one pair after the other, and for each of them all rows of a slab. `is_first` says that nobody read the pair before.
+template <class Work>
+static INLINE void for_pairs(const LinearCall& it, size_t row_bytes, int most_rows, const Work& work) {
+    int slab = padded((int)(SLAB_BYTES / row_bytes) + 1, most_rows);
     int num_slabs = (it.num_rows + slab - 1) / slab;
     // Few rows: larger chunks, so that a thread reads on where it is.
     int wanted = 8 * pool().num_threads();
     int pairs_per_chunk = it.num_pairs * num_slabs > wanted ? it.num_pairs * num_slabs / wanted : 1;
     int chunks_per_slab = (it.num_pairs + pairs_per_chunk - 1) / pairs_per_chunk;
-    size_t a_stride = (size_t)it.row_stride / PER_UNIT<Type>;
     pool().run(num_slabs * chunks_per_slab, [&](int chunk) {
         int first_row = chunk / chunks_per_slab * slab, first_pair = chunk % chunks_per_slab * pairs_per_chunk;
         int end_row = first_row + slab < it.num_rows ? first_row + slab : it.num_rows;
         int end_pair = first_pair + pairs_per_chunk < it.num_pairs ? first_pair + pairs_per_chunk : it.num_pairs;
-        alignas(64) float sums[MOST_ROWS * PAIR];
-        for (int pair = first_pair; pair < end_pair; pair++) {
-            const uint32_t* panel = (const uint32_t*)it.weight + 2 * pair * panel_units;
-            for (int row = first_row; row < end_row; row += BLOCK) {
-                int num_rows = row + BLOCK < end_row ? BLOCK : end_row - row;
-                const uint32_t* a = (const uint32_t*)it.rows + row * a_stride;
-                product<Type, 2>({a, a_stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums, PAIR,
-                                  row == first_row},
-                                 num_rows);
-                finish<Out>(it, finishing, sums, row, num_rows, pair);
-            }
-        }
+        for (int pair = first_pair; pair < end_pair; pair++)
+            for (int row = first_row; row < end_row; row += most_rows)
+                work(pair, row, row + most_rows < end_row ? most_rows : end_row - row, row == first_row);
         release_tiles();
+    });
+}
+
+constexpr int FEW_NUMBERS = 8192;  // not worth a second thread
+
+// Calls `work(row)` for each row, before the product.
+template <class Work>
+static INLINE void prepare_rows(int num_rows, int row_numbers, const Work& work) {
+    if (num_rows * row_numbers > FEW_NUMBERS) return for_rows(num_rows, work);
+    for (int row = 0; row < num_rows; row++) work(row);
+}
+
+template <class Type, class Out>
+static void linear(const LinearCall& it, int finishing) {
+    constexpr int ROWS = HAS_TILES<Type> ? MOST_ROWS : 2 * REGISTER_ROWS;
+    size_t row_words = (size_t)it.num_units * WORDS_PER_UNIT<Type>, panel_units = (size_t)it.num_units * LANES;
+    const uint32_t* rows = (const uint32_t*)it.rows;
+    size_t stride = it.row_stride / PER_UNIT<Type>;
+    if (sizeof(Factor<Type>) != sizeof(Type)) {
+        int count = it.num_units * PER_UNIT<Type>;
+        Factor<Type>* factors = (Factor<Type>*)it.factors;
+        prepare_rows(it.num_rows, count, [&](int row) {
+            copy_as_factors((const Type*)it.rows + row * it.row_stride, count, factors + (size_t)row * count);
+        });
+        rows = (const uint32_t*)factors, stride = row_words;
+    }
+    for_pairs(it, row_words * 4, ROWS, [&](int pair, int row, int num_rows, bool is_first) {
+        alignas(64) float sums[MOST_ROWS * PAIR];
+        const uint32_t* panel = (const uint32_t*)it.weight + 2 * pair * panel_units;
+        product<Type, 2>({rows + row * stride, stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums,
+                          PAIR, is_first},
+                         num_rows);
+        finish<Out>(it, finishing, sums, row, num_rows, pair);
     });
 }
 
@@ -127,8 +152,9 @@ struct EmbedCall {
     float* hidden;           // [T, in]
     int64_t hidden_stride;
     int num_tokens;
-    int num_units;           // of a panel
+    int num_units;           // of a panel; blocks of a panel of codes
     int in;
+    int weight_bits;         // of a code: 8, 4; or 0
     float scale;
 };
 

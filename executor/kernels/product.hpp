@@ -10,6 +10,8 @@
 // what it has, so its bits are its own: all products go one way.
 #pragma once
 
+#include <algorithm>
+
 #include "vector.hpp"
 
 constexpr int MOST_ROWS = 32;   // of a product
@@ -18,8 +20,8 @@ constexpr int MOST_PANELS = 2;  // of a product
 // The sum may run over several *segments* of as many units each, whose panels lie anywhere (the blocks of a KV
 // cache); in `a` they follow each other.
 struct Operands {
-    const uint32_t* a;                // rows of units
-    size_t a_stride;                  // units from row to row
+    const uint32_t* a;                // rows of units, as factors
+    size_t a_stride;                  // words from row to row
     const uint32_t* const* segments;  // where each segment's first panel begins
     ptrdiff_t second_panel;           // units from a segment's first panel to its second
     size_t b_stride;                  // units from one unit's sixteen lanes to the next unit's
@@ -33,34 +35,46 @@ struct Operands {
 #ifdef __AVX512F__
 constexpr int REGISTER_ROWS = 12;  // 12 x 2 sums, two panels and one factor in 32 registers
 #else
-constexpr int REGISTER_ROWS = 2;  // two panels take up to eight of sixteen registers
+constexpr int REGISTER_ROWS = 4;  // 4 x 2 sums, two parts and their halves, one factor in 16 registers
 #endif
 
-template <class Type, int ROWS, int PANELS>
-static INLINE void vector_rows(const Operands& it, int row) {
-    constexpr int OF_PANEL = LANES / PART_LANES, PARTS = PANELS * OF_PANEL;
+// Parts of the panels that so many rows are multiplied with together: their sums stay in registers, and are enough
+// that none waits for the one before.
+template <int ROWS, int PANELS>
+constexpr int PARTS_TOGETHER = PART_LANES == LANES ? PANELS : std::min(PANELS * OF_VECTOR, ROWS < 4 ? 4 : 2);
+
+template <class Type, int ROWS, int PARTS>
+static INLINE void vector_rows(const Operands& it, int row, int first_part) {
     Part sums[ROWS][PARTS] = {};
     const uint32_t* a = it.a + row * it.a_stride;
-    size_t a_stride = it.a_stride, b_stride = it.b_stride;
-    ptrdiff_t second_panel = it.second_panel;
+    size_t a_stride = it.a_stride, b_stride = it.b_stride, offsets[PARTS];
+    for (int j = 0; j < PARTS; j++)
+        offsets[j] = (first_part + j) / OF_VECTOR * it.second_panel + (first_part + j) % OF_VECTOR * PART_LANES;
     for (int segment = 0; segment < it.num_segments; segment++) {
         const uint32_t* b = it.segments[segment];
-        for (const uint32_t* end = a + it.segment_units; a < end; a++, b += b_stride) {
+        for (const uint32_t* end = a + it.segment_units * WORDS_PER_UNIT<Type>; a < end; b += b_stride) {
             PartUnits parts[PARTS];
 #pragma GCC unroll 8
-            for (int j = 0; j < PARTS; j++)
-                parts[j] = load<PartUnits>(b + j / OF_PANEL * second_panel + j % OF_PANEL * PART_LANES);
+            for (int j = 0; j < PARTS; j++) parts[j] = load<PartUnits>(b + offsets[j]);
 #pragma GCC unroll 12
             for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 8
                 for (int j = 0; j < PARTS; j++)
-                    sums[i][j] = multiply_add<Type>(sums[i][j], a[i * a_stride], parts[j]);
+                    sums[i][j] = multiply_add<Type>(sums[i][j], a + i * a_stride, parts[j]);
+            a += WORDS_PER_UNIT<Type>;
         }
     }
 #pragma GCC unroll 12
     for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < PARTS; j++) store(it.c + (row + i) * it.c_stride + j * PART_LANES, sums[i][j]);
+        for (int j = 0; j < PARTS; j++)
+            store(it.c + (row + i) * it.c_stride + (first_part + j) * PART_LANES, sums[i][j]);
+}
+
+template <class Type, int ROWS, int PANELS>
+static INLINE void vector_rows(const Operands& it, int row) {
+    constexpr int PARTS = PARTS_TOGETHER<ROWS, PANELS>;
+    for (int part = 0; part < PANELS * OF_VECTOR; part += PARTS) vector_rows<Type, ROWS, PARTS>(it, row, part);
 }
 
 template <class Type, int PANELS>
@@ -70,8 +84,8 @@ static void vector_product(const Operands& it, int num_rows) {
         vector_rows<Type, REGISTER_ROWS, PANELS>(it, row);
 #ifdef __AVX512F__
     for (; row + 4 <= num_rows; row += 4) vector_rows<Type, 4, PANELS>(it, row);
-    for (; row + 2 <= num_rows; row += 2) vector_rows<Type, 2, PANELS>(it, row);
 #endif
+    for (; row + 2 <= num_rows; row += 2) vector_rows<Type, 2, PANELS>(it, row);
     for (; row < num_rows; row++) vector_rows<Type, 1, PANELS>(it, row);
 }
 

@@ -68,7 +68,7 @@ struct Likelihoods {
                 float some[LANES] = {};
                 Floats likely = exponential((load_floats(logits + i, count - i) - highest) * inverse);
                 store_floats(some, likely, count - i);
-                store(of.data() + i, load<Floats>(some));
+                store_floats(of.data() + i, load_floats(some));
                 partial += __builtin_convertvector(load<Eight>(some), Doubles);
                 partial += __builtin_convertvector(load<Eight>(some + 8), Doubles);
             }
@@ -120,13 +120,14 @@ static INLINE std::pair<float, int> most_likely(const float* logits, int count) 
     Integers unordered = {};
     int whole = count / LANES * LANES;
     for (int i = 0; i < whole; i += LANES) {
-        Floats some = load<Floats>(logits + i);
-        unordered |= some != some;
-        highest = some > highest ? some : highest;
+        Floats some = load_floats(logits + i);
+        unordered = unordered | (some != some);
+        highest = higher(some, highest);
     }
     float most = max_of_lanes(highest);
     bool is_number = true;
-    for (int lane = 0; lane < LANES; lane++) is_number &= unordered[lane] == 0;
+    for (const PartIntegers& part : unordered.parts)
+        for (int lane = 0; lane < PART_LANES; lane++) is_number &= part[lane] == 0;
     for (int i = whole; i < count; i++) {
         is_number &= logits[i] == logits[i];
         most = logits[i] > most ? logits[i] : most;

@@ -1,10 +1,12 @@
-// Vectors of sixteen floats, whatever the processor has: the compiler cuts them to its registers. And the two
-// number types, seen through *units* of four bytes, so that each algorithm is written once:
+// Vectors of sixteen numbers, in as many of the processor's registers as that takes, and the two number types,
+// seen through *units* of four bytes, so that each algorithm is written once:
 //
 //     float32    a unit is one number
 //     bfloat16   a unit is two neighbours along the dimension that is summed over
 //
-// A unit product `multiply_add` is the only place where the two differ in arithmetic.
+// A unit product `multiply_add` is the only place where the two differ in arithmetic. It takes one side as *factors*:
+// what a number is multiplied as. A processor without products of bfloat16 multiplies float32: one side is widened
+// as it is read, the other once, before it meets many columns.
 #pragma once
 
 #include <cstddef>
@@ -19,9 +21,103 @@
 
 constexpr int LANES = 16;
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Units __attribute__((vector_size(64)));
-typedef int32_t Integers __attribute__((vector_size(64)));
+// What one register holds.
+#if defined(__AVX512F__)
+constexpr int PART_LANES = 16;
+#elif defined(__AVX__)
+constexpr int PART_LANES = 8;
+#else
+constexpr int PART_LANES = 4;
+#endif
+constexpr int OF_VECTOR = LANES / PART_LANES;  // parts
+
+// The compiler has vectors of sixteen numbers itself, but where registers are narrower it takes their comparisons and
+// choices apart, number by number.
+template <class Number>
+struct Vector {
+    typedef Number Part __attribute__((vector_size(4 * PART_LANES)));
+    Part parts[OF_VECTOR];
+};
+
+typedef Vector<float> Floats;
+typedef Vector<uint32_t> Units;
+typedef Vector<int32_t> Integers;
+typedef Floats::Part Part;
+typedef Units::Part PartUnits;
+typedef Integers::Part PartIntegers;
+
+template <class Result, class Work>
+static INLINE Result by_parts(const Work& work) {
+    Result result;
+#pragma GCC unroll 4
+    for (int i = 0; i < OF_VECTOR; i++) result.parts[i] = work(i);
+    return result;
+}
+
+template <class Number>
+struct Scalar {
+    typedef Number type;
+};
+
+#define FOR_VECTORS(OPERATOR)                                                                               \
+    template <class Number>                                                                                 \
+    static INLINE Vector<Number> operator OPERATOR(Vector<Number> left, Vector<Number> right) {             \
+        return by_parts<Vector<Number>>([&](int i) { return left.parts[i] OPERATOR right.parts[i]; });      \
+    }                                                                                                       \
+    template <class Number>                                                                                 \
+    static INLINE Vector<Number> operator OPERATOR(Vector<Number> left, typename Scalar<Number>::type right) { \
+        return by_parts<Vector<Number>>([&](int i) { return left.parts[i] OPERATOR right; });               \
+    }                                                                                                       \
+    template <class Number>                                                                                 \
+    static INLINE Vector<Number> operator OPERATOR(typename Scalar<Number>::type left, Vector<Number> right) { \
+        return by_parts<Vector<Number>>([&](int i) { return left OPERATOR right.parts[i]; });               \
+    }
+FOR_VECTORS(+)
+FOR_VECTORS(-)
+FOR_VECTORS(*)
+FOR_VECTORS(/)
+FOR_VECTORS(&)
+FOR_VECTORS(|)
+FOR_VECTORS(<<)
+FOR_VECTORS(>>)
+#undef FOR_VECTORS
+
+template <class Number>
+static INLINE Vector<Number> operator-(Vector<Number> vector) {
+    return by_parts<Vector<Number>>([&](int i) { return -vector.parts[i]; });
+}
+
+// A comparison has all bits of a lane set where it holds.
+#define COMPARISON(OPERATOR)                                                                              \
+    template <class Number>                                                                               \
+    static INLINE Integers operator OPERATOR(Vector<Number> left, Vector<Number> right) {                 \
+        return by_parts<Integers>([&](int i) { return left.parts[i] OPERATOR right.parts[i]; });          \
+    }                                                                                                     \
+    template <class Number>                                                                               \
+    static INLINE Integers operator OPERATOR(Vector<Number> left, typename Scalar<Number>::type right) {  \
+        return by_parts<Integers>([&](int i) { return left.parts[i] OPERATOR right; });                   \
+    }
+COMPARISON(<)
+COMPARISON(<=)
+COMPARISON(>)
+COMPARISON(>=)
+COMPARISON(==)
+COMPARISON(!=)
+#undef COMPARISON
+
+// `left` in the lanes where a comparison held, `right` in the others.
+template <class Number>
+static INLINE Vector<Number> pick(Integers held, Vector<Number> left, Vector<Number> right) {
+    return by_parts<Vector<Number>>([&](int i) { return held.parts[i] ? left.parts[i] : right.parts[i]; });
+}
+
+static INLINE Floats higher(Floats left, Floats right) { return pick(left > right, left, right); }
+
+// The same bits, seen as other numbers.
+template <class Other, class Number>
+static INLINE Other bits_as(Vector<Number> vector) {
+    return by_parts<Other>([&](int i) { return (decltype(Other::parts[0] + Other::parts[0]))vector.parts[i]; });
+}
 
 struct bfloat16 {
     uint16_t bits;
@@ -30,20 +126,54 @@ struct bfloat16 {
 template <class Type>
 constexpr int PER_UNIT = 4 / sizeof(Type);
 
-template <class Vector>
-static INLINE Vector load(const void* from) {
-    Vector vector;
-    memcpy(&vector, from, sizeof vector);
-    return vector;
+template <class Type>
+struct FactorOf {
+    typedef Type type;
+};
+#ifndef __AVX512BF16__
+template <>
+struct FactorOf<bfloat16> {
+    typedef float type;
+};
+#endif
+template <class Type>
+using Factor = typename FactorOf<Type>::type;
+
+template <class Type>
+constexpr int WORDS_PER_UNIT = PER_UNIT<Type> * sizeof(Factor<Type>) / 4;  // of factors
+
+// Of one register, or less.
+template <class Some>
+static INLINE Some load(const void* from) {
+    Some some;
+    memcpy(&some, from, sizeof some);
+    return some;
 }
 
-template <class Vector>
-static INLINE void store(void* to, Vector vector) {
-    memcpy(to, &vector, sizeof vector);
+template <class Some>
+static INLINE void store(void* to, Some some) {
+    memcpy(to, &some, sizeof some);
 }
 
-static INLINE Floats broadcast(float value) { return value - Floats{}; }
-static INLINE Integers lane_numbers() { return Integers{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+template <class Number>
+static INLINE Vector<Number> load_all(const Number* from) {
+    return by_parts<Vector<Number>>([&](int i) { return load<typename Vector<Number>::Part>(from + i * PART_LANES); });
+}
+
+template <class Number>
+static INLINE void store_all(Number* to, Vector<Number> vector) {
+#pragma GCC unroll 4
+    for (int i = 0; i < OF_VECTOR; i++) store(to + i * PART_LANES, vector.parts[i]);
+}
+
+static INLINE Floats broadcast(float value) {
+    return by_parts<Floats>([&](int) { return value - Part{}; });
+}
+
+static INLINE Integers lane_numbers() {
+    static const int32_t numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load_all(numbers);
+}
 
 // --- number types ------------------------------------------------------------------------------------------
 
@@ -57,34 +187,30 @@ static INLINE float widened(bfloat16 value) {
 
 // To nearest, ties to even; a NaN stays one.
 static INLINE Units rounded_bits(Floats values) {
-    Units bits = (Units)values;
+    Units bits = bits_as<Units>(values);
     Units rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     Units quiet = (bits >> 16) | 0x40;
-    return (values == values) ? rounded : quiet;
+    return pick(values == values, rounded, quiet);
 }
 
-template <class Type>
-static INLINE Floats load_floats(const Type* from);
+typedef uint16_t PartHalves __attribute__((vector_size(2 * PART_LANES)));
 
-template <>
-INLINE Floats load_floats<float>(const float* from) {
-    return load<Floats>(from);
+static INLINE Floats load_floats(const float* from) { return load_all(from); }
+
+static INLINE Floats load_floats(const bfloat16* from) {
+    return by_parts<Floats>([&](int i) {
+        return (Part)(__builtin_convertvector(load<PartHalves>(from + i * PART_LANES), PartUnits) << 16);
+    });
 }
 
-template <>
-INLINE Floats load_floats<bfloat16>(const bfloat16* from) {
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-    return (Floats)(__builtin_convertvector(load<Halves>(from), Units) << 16);
-}
-
-static INLINE void store_floats(float* to, Floats values) { store(to, values); }
+static INLINE void store_floats(float* to, Floats values) { store_all(to, values); }
 
 static INLINE void store_floats(bfloat16* to, Floats values) {
 #ifdef __AVX512BF16__
-    store(to, _mm512_cvtneps_pbh((__m512)values));
+    store(to, _mm512_cvtneps_pbh((__m512)values.parts[0]));
 #else
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-    store(to, __builtin_convertvector(rounded_bits(values), Halves));
+    Units bits = rounded_bits(values);
+    for (int i = 0; i < OF_VECTOR; i++) store(to + i * PART_LANES, __builtin_convertvector(bits.parts[i], PartHalves));
 #endif
 }
 
@@ -105,36 +231,41 @@ static INLINE void store_floats(Type* to, Floats values, int count) {
     memcpy(to, padded, (size_t)count * sizeof(Type));
 }
 
+// Numbers as factors: rounded to their type, whatever they are kept as.
+template <class Type>
+static INLINE void store_factors(Factor<Type>* to, Floats values) {
+    if constexpr (sizeof(Factor<Type>) == sizeof(Type))
+        store_floats(to, values);
+    else
+        store_floats(to, bits_as<Floats>(rounded_bits(values) << 16));
+}
+
+template <class Type>
+static INLINE void copy_as_factors(const Type* from, int count, Factor<Type>* to) {
+    if constexpr (sizeof(Factor<Type>) == sizeof(Type))
+        memcpy((void*)to, from, count * sizeof(Type));
+    else
+        for (int i = 0; i < count; i += LANES) store_floats(to + i, load_floats(from + i, count - i), count - i);
+}
+
 // --- arithmetic --------------------------------------------------------------------------------------------
 
-// What the processor holds in one register: products work on these, lest the compiler spill the wide ones.
-#if defined(__AVX512F__)
-constexpr int PART_LANES = 16;
-#elif defined(__AVX__)
-constexpr int PART_LANES = 8;
-#else
-constexpr int PART_LANES = 4;
-#endif
-typedef float Part __attribute__((vector_size(4 * PART_LANES)));
-typedef uint32_t PartUnits __attribute__((vector_size(4 * PART_LANES)));
-
-// `sums` plus the products of one unit with many, lane by lane.
+// `sums` plus the products of one unit of factors with many units, lane by lane.
 template <class Type>
-static INLINE Part multiply_add(Part sums, uint32_t left, PartUnits right);
+static INLINE Part multiply_add(Part sums, const uint32_t* left, PartUnits right);
 
 template <>
-INLINE Part multiply_add<float>(Part sums, uint32_t left, PartUnits right) {
-    return sums + (Part)(left - PartUnits{}) * (Part)right;
+INLINE Part multiply_add<float>(Part sums, const uint32_t* left, PartUnits right) {
+    return sums + (Part)(left[0] - PartUnits{}) * (Part)right;
 }
 
 template <>
-INLINE Part multiply_add<bfloat16>(Part sums, uint32_t left, PartUnits right) {
+INLINE Part multiply_add<bfloat16>(Part sums, const uint32_t* left, PartUnits right) {
 #ifdef __AVX512BF16__
-    return (Part)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(left - PartUnits{}), (__m512bh)right);
+    return (Part)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(left[0] - PartUnits{}), (__m512bh)right);
 #else
-    PartUnits both = left - PartUnits{};
-    sums = sums + (Part)(both << 16) * (Part)(right << 16);
-    return sums + (Part)(both & 0xffff0000) * (Part)(right & 0xffff0000);
+    sums = sums + (Part)(left[0] - PartUnits{}) * (Part)(right << 16);
+    return sums + (Part)(left[1] - PartUnits{}) * (Part)(right & 0xffff0000);
 #endif
 }
 
@@ -142,19 +273,20 @@ INLINE Part multiply_add<bfloat16>(Part sums, uint32_t left, PartUnits right) {
 // depend on who asks.
 template <class Fold>
 static INLINE float folded(Floats values, const Fold& fold) {
-    values = fold(values, __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1));
-    values = fold(values, __builtin_shufflevector(values, values, 4, 5, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
-    values = fold(values, __builtin_shufflevector(values, values, 2, 3, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
-    values = fold(values, __builtin_shufflevector(values, values, 1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
-    return values[0];
+    for (int half = OF_VECTOR / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) values.parts[i] = fold(values.parts[i], values.parts[i + half]);
+    Part part = values.parts[0];
+#pragma GCC unroll 4
+    for (int half = PART_LANES / 2; half > 0; half /= 2) part = fold(part, __builtin_shuffle(part, lane_numbers().parts[0] + half));
+    return part[0];
 }
 
 static INLINE float sum_of_lanes(Floats values) {
-    return folded(values, [](Floats lower, Floats upper) { return lower + upper; });
+    return folded(values, [](Part lower, Part upper) { return lower + upper; });
 }
 
 static INLINE float max_of_lanes(Floats values) {
-    return folded(values, [](Floats lower, Floats upper) { return lower > upper ? lower : upper; });
+    return folded(values, [](Part lower, Part upper) { return lower > upper ? lower : upper; });
 }
 
 // e to the power of `values`, none of them above 88, to about one unit in the last place; below -87 it is zero.
@@ -162,7 +294,7 @@ static INLINE float max_of_lanes(Floats values) {
 static INLINE Floats exponential(Floats values) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded, into its lowest bits
     Floats lowest = broadcast(-87.0f);
-    Floats bounded = values > lowest ? values : lowest;
+    Floats bounded = higher(values, lowest);
     Floats shifted = bounded * 1.44269504088896341f + magic;
     Floats power = shifted - magic;
     Floats rest = bounded - power * 0.693359375f;
@@ -174,9 +306,9 @@ static INLINE Floats exponential(Floats values) {
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * (rest * rest) + rest + 1.0f;
-    Floats result = (Floats)((Integers)sum + ((Integers)shifted << 23));
-    Floats otherwise = values <= lowest ? Floats{} : values;
-    return values > lowest ? result : otherwise;
+    Floats result = bits_as<Floats>(bits_as<Integers>(sum) + (bits_as<Integers>(shifted) << 23));
+    Floats otherwise = pick(values <= lowest, Floats{}, values);
+    return pick(values > lowest, result, otherwise);
 }
 
 constexpr float LOG2_E = 1.44269504088896341f;
@@ -186,7 +318,7 @@ constexpr float LOG2_E = 1.44269504088896341f;
 static INLINE Floats power_of_two(Floats values) {
     const float magic = 12582912.0f;
     Floats lowest = broadcast(-125.0f);
-    Floats bounded = values < lowest ? lowest : values;
+    Floats bounded = pick(values < lowest, lowest, values);
     Floats shifted = bounded + magic;
     Floats rest = bounded - (shifted - magic);
     Floats sum = broadcast(1.326472731e-3f);
@@ -195,13 +327,13 @@ static INLINE Floats power_of_two(Floats values) {
     sum = sum * rest + 2.402224243e-1f;
     sum = sum * rest + 6.931470037e-1f;
     sum = sum * rest + 1.0f;
-    Floats result = (Floats)((Integers)sum + ((Integers)shifted << 23));
-    return values < lowest ? Floats{} : result;
+    Floats result = bits_as<Floats>(bits_as<Integers>(sum) + (bits_as<Integers>(shifted) << 23));
+    return pick(values < lowest, Floats{}, result);
 }
 
 static INLINE Floats at_most(Floats values, float limit) {
     Floats limits = broadcast(limit);
-    return values > limits ? limits : values;  // a NaN stays one
+    return pick(values > limits, limits, values);  // a NaN stays one
 }
 
 static INLINE Floats hyperbolic_tangent(Floats values) {

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import KVCache, LayerCache
+from executor.model.quantized import QuantizedMatrix
 
 
 class Activation(Enum):
@@ -25,6 +26,10 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     """GELU in its tanh approximation."""
+
+
+Matrix = Tensor | QuantizedMatrix
+"""A weight `[out, in]`: numbers of the computation's type, or codes, which our own kernels alone take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,10 @@ class Operations(Protocol):
 
     # --- once per model -----------------------------------------------------------------------------
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def pack(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """A projection from its weight `[out, in]` and bias `[out]`, which are the packer's from now on."""
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def pack_gated(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """An MLP's first projection, for `gated`: gate rows, then as many up rows."""
 
     # --- once per step ------------------------------------------------------------------------------

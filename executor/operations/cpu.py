@@ -20,6 +20,7 @@ from executor import memory
 from executor.attention.base import AttentionSpec
 from executor.inputs import SampleRow, StepInputs
 from executor.kernels.library import (
+    BLOCK_BYTES,
     COLUMN_PADDING,
     MOST_HEAD_DIM,
     MOST_QUERY_ROWS,
@@ -32,13 +33,15 @@ from executor.kernels.library import (
     LinearCall,
     NormCall,
     Operation,
+    PackingCall,
     RotateCall,
     SamplingCall,
     StepArrays,
 )
 from executor.kv_cache import KVCache, LayerCache
 from executor.memory import HUGE_PAGE_BYTES, Arena
-from executor.operations.base import Activation, Linear, Norm, StepTensors
+from executor.model.quantized import QuantizedMatrix
+from executor.operations.base import Activation, Linear, Matrix, Norm, StepTensors
 from executor.operations.tape import Tapes
 from executor.philox import uniforms
 
@@ -142,13 +145,13 @@ class CpuOperations:
 
     # --- once per model -----------------------------------------------------------------------------
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack(self, weight: Matrix, bias: Tensor | None) -> PackedLinear:
         """In panels of sixteen columns."""
         num_rows, in_features = weight.shape
         columns = padded(num_rows, COLUMN_PADDING)
         return self._packed(weight, bias, np.arange(num_rows), columns, (in_features, num_rows), gated=False)
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_gated(self, weight: Matrix, bias: Tensor | None) -> PackedLinear:
         """In panels of sixteen columns, gate and up alternating."""
         num_rows, in_features = weight.shape
         half = num_rows // 2
@@ -159,7 +162,7 @@ class CpuOperations:
 
     def _packed(
         self,
-        weight: Tensor,
+        weight: Matrix,
         bias: Tensor | None,
         bias_places: np.ndarray,
         num_columns: int,
@@ -168,12 +171,10 @@ class CpuOperations:
         gated: bool,
     ) -> PackedLinear:
         in_features, out_features = features
-        weight = weight.contiguous()
-        depth = padded(in_features, UNIT_PADDING)
-        packed = self._arena.zeros(num_columns * depth, self._spec.dtype)
-        self._kernels.pack_weight(
-            weight.data_ptr(), weight.shape[0], in_features, gated, packed.data_ptr(), self._is_bfloat16
-        )
+        if isinstance(weight, QuantizedMatrix):
+            packed, num_units, bits = self._packed_codes(weight, num_columns, gated=gated)
+        else:
+            packed, num_units, bits = self._packed_numbers(weight, num_columns, gated=gated)
         packed_bias = None
         if bias is not None:
             packed_bias = torch.zeros(num_columns)
@@ -181,11 +182,44 @@ class CpuOperations:
         call = LinearCall(
             weight=packed.data_ptr(),
             bias=None if packed_bias is None else packed_bias.data_ptr(),
-            num_units=depth // self._numbers_per_unit,
+            num_units=num_units,
             num_pairs=num_columns // COLUMN_PADDING,
             num_columns=out_features,
+            weight_bits=bits,
         )
         return PackedLinear(packed, packed_bias, in_features, out_features, call)
+
+    def _packed_numbers(self, weight: Tensor, num_columns: int, *, gated: bool) -> tuple[Tensor, int, int]:
+        """Numbers of the computation's type, the units of a panel, and no bits."""
+        num_rows, in_features = weight.shape
+        weight = weight.contiguous()
+        depth = padded(in_features, UNIT_PADDING)
+        packed = self._arena.zeros(num_columns * depth, self._spec.dtype)
+        self._kernels.pack_weight(
+            weight.data_ptr(), num_rows, in_features, gated, packed.data_ptr(), self._is_bfloat16
+        )
+        return packed, depth // self._numbers_per_unit, 0
+
+    def _packed_codes(
+        self, weight: QuantizedMatrix, num_columns: int, *, gated: bool
+    ) -> tuple[Tensor, int, int]:
+        """Codes, the blocks of a panel, and the bits of a code."""
+        num_rows, num_blocks = weight.scales.shape
+        codes, scales, offsets = (each.contiguous() for each in (weight.codes, weight.scales, weight.offsets))
+        num_bytes = num_columns // _PANEL * num_blocks * BLOCK_BYTES[weight.bits]
+        packed = self._arena.zeros(num_bytes, torch.uint8)
+        call = PackingCall(
+            codes=codes.data_ptr(),
+            scales=scales.data_ptr(),
+            offsets=offsets.data_ptr(),
+            packed=packed.data_ptr(),
+            num_rows=num_rows,
+            num_blocks=num_blocks,
+            bits=weight.bits,
+            gated=gated,
+        )
+        self._kernels.pack_codes(byref(call))
+        return packed, num_blocks, weight.bits
 
     # --- once per step ------------------------------------------------------------------------------
 
@@ -242,6 +276,7 @@ class CpuOperations:
             num_tokens=num_tokens,
             num_units=table.call.num_units,
             in_features=table.in_features,
+            weight_bits=table.call.weight_bits,
             scale=scale,
         )
         self._compute(Kind.EMBED, call)
@@ -398,6 +433,8 @@ class CpuOperations:
         assert isinstance(layer, PackedLinear)
         out = self._buffers.take(name, inputs.shape[0], layer.out_features, dtype)
         call = layer.call_for(inputs, out, soft_cap)
+        factors = self._buffers.take("factors", inputs.shape[0], layer.in_features, torch.float32)
+        call.factors = factors.data_ptr()
         self._compute(Kind.LINEAR, call, finish, float_out=dtype == torch.float32)
         return out
 

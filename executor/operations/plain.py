@@ -14,7 +14,7 @@ from executor import late_sampler, sampler
 from executor.attention.base import AttentionBackend
 from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import KVCache, LayerCache
-from executor.operations.base import Activation, Linear, Norm, StepTensors
+from executor.operations.base import Activation, Linear, Matrix, Norm, StepTensors
 from executor.staging import StepArrays, on_device
 
 
@@ -29,13 +29,15 @@ class PlainOperations:
         self.block_size = attention.spec.block_size
         self.name = f"torch, {attention.name} attention"
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def pack(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """As it is."""
+        assert isinstance(weight, Tensor), "codes are our own kernels' alone"
         out_features, in_features = weight.shape
         return Linear(weight, bias, in_features, out_features)
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def pack_gated(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """As it is: gate rows, then up rows."""
+        assert isinstance(weight, Tensor), "codes are our own kernels' alone"
         num_rows, in_features = weight.shape
         return Linear(weight, bias, in_features, num_rows // 2)
 

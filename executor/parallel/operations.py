@@ -17,7 +17,7 @@ from torch import Tensor
 
 from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import KVCache, LayerCache
-from executor.operations.base import Activation, Linear, Norm, Operations, StepTensors
+from executor.operations.base import Activation, Linear, Matrix, Norm, Operations, StepTensors
 
 
 class Exchange(Protocol):
@@ -74,11 +74,11 @@ class ParallelOperations:
 
     # --- by itself --------------------------------------------------------------------------------------
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def pack(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """The shard's."""
         return self._shard.pack(weight, bias)
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def pack_gated(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """The shard's."""
         return self._shard.pack_gated(weight, bias)
 

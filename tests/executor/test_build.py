@@ -80,7 +80,9 @@ def test_kernels_are_known_by_what_the_compiler_made_of_them(
     small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def digest(number: int) -> str:
-        functions = "bool start(int) { return true; } void pack_weight() {} void compute() {}"
+        functions = (
+            "bool start(int) { return true; } void pack_weight() {} void pack_codes() {} void compute() {}"
+        )
         last = f"int choose_tokens() {{ return {number}; }}"
         small_source.write_text(
             '#pragma GCC visibility push(default)\nextern "C" {' + functions + last + "}\n"
