@@ -84,6 +84,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--context", type=int, default=96)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
@@ -94,6 +95,7 @@ def main() -> None:
     runner = ModelRunner.load(
         options.model,
         dtype=options.dtype,
+        quantization=options.quantization,
         device="cpu",
         num_blocks=3000,
         block_size=16,

@@ -29,6 +29,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--num-blocks", type=int, default=1024)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "memory.json")
     options = parser.parse_args()
@@ -37,6 +38,7 @@ def main() -> None:
     runner = ModelRunner.load(
         options.model,
         dtype=options.dtype,
+        quantization=options.quantization,
         device="cpu",
         num_blocks=options.num_blocks,
         block_size=16,

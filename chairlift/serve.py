@@ -50,6 +50,9 @@ class ServeSettings(Settings):
     dtype: str | None = Field(
         default=None, description="Number type of the computation: float32 or bfloat16."
     )
+    quantization: str | None = Field(
+        default=None, description="Form of the matrices in memory, on cpu: none, int8 or stored."
+    )
     device: str | None = Field(default=None, description="Where it runs: auto, cpu or cuda.")
     attention: str | None = Field(
         default=None, description="What computes attention: flash3, flash2, triton or reference."
@@ -160,6 +163,7 @@ STANDBY = "standby"
 TAKEN_BY: dict[str, tuple[str, ...]] = {
     "model": ("executor", "router"),
     "dtype": ("executor",),
+    "quantization": ("executor",),
     "device": ("executor",),
     "attention": ("executor",),
     "gpu_memory_utilization": ("executor",),

@@ -53,6 +53,7 @@ def load_runner(config: ExecutorSettings, ranks: "Ranks | None" = None) -> "Mode
             config.model,
             dtype=config.dtype,
             device=config.device,
+            quantization=config.quantization,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,

@@ -17,6 +17,11 @@ class ExecutorSettings(ServiceSettings):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="Number type of weights, KV cache and computation."
     )
+    quantization: Literal["none", "int8", "stored"] = Field(
+        default="none",
+        description="Form of the matrices in memory, on cpu. int8: 8 bits; stored: as in a GGUF file "
+        "of 4, 5 or 8 bits in blocks of 32, else 8 bits. Less memory and more tokens a second, less exact.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where to compute. auto: cuda where torch finds a GPU, cpu elsewhere."
     )

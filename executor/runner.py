@@ -29,6 +29,7 @@ from executor.model.checkpoint import Checkpoint, tokenizer_fingerprint
 from executor.model.config import ModelConfig
 from executor.model.decoder import Decoder, Hidden
 from executor.model.opening import open_checkpoint
+from executor.model.quantized import Quantization
 from executor.model.weights import load_weights, weight_bytes
 from executor.operations.base import Operations
 from executor.operations.plain import PlainOperations
@@ -51,6 +52,7 @@ class ModelRunner:
         *,
         model: Decoder,
         model_fingerprint: str,
+        numerics: str,
         operations: Operations,
         kv_cache: KVCache,
         dtype: str,
@@ -72,7 +74,7 @@ class ModelRunner:
         self._fingerprints = Fingerprints(
             model=model_fingerprint,
             tokenizer=tokenizer_fingerprint(checkpoint.token_texts),
-            numerics=selection.numerics(device, dtype, operations),
+            numerics=numerics,
         )
         # Only the first rank samples.
         self._constraints = constraints_of(checkpoint) if ranks.rank == 0 else None
@@ -88,6 +90,7 @@ class ModelRunner:
         num_blocks: int | None,
         block_size: int | None,
         max_num_seqs: int,
+        quantization: str = "none",
         token_budget: Callable[[str], int] = lambda _: 2048,
         attention: str | None = None,
         memory_utilization: float = 0.9,
@@ -95,11 +98,12 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Load a Hugging Face folder or a GGUF file, or this rank's shard of it; `ranks` are met here.
 
-        `dtype` is float32 or bfloat16, `device` cpu, cuda or auto. `num_blocks` of the KV cache (None: what
-        fits into memory, on a GPU into the share `memory_utilization` of it, and no more than `max_num_seqs`
-        whole sequences need), of `block_size` tokens each (None: what suits the attention back end, which is
-        the one named `attention`, or the first that can serve). `token_budget` tells the most tokens in a
-        step on a kind of device. Raises `ModelError`.
+        `dtype` is float32 or bfloat16, `device` cpu, cuda or auto, `quantization` the value of a
+        `Quantization`. `num_blocks` of the KV cache (None: what fits into memory, on a GPU into the share
+        `memory_utilization` of it, and no more than `max_num_seqs` whole sequences need), of `block_size`
+        tokens each (None: what suits the attention back end, which is the one named `attention`, or the
+        first that can serve). `token_budget` tells the most tokens in a step on a kind of device. Raises
+        `ModelError`.
         """
         started = time.monotonic()
         torch_device = selection.checked_device(device)
@@ -111,15 +115,22 @@ class ModelRunner:
         ranks.meet()
         config = shard.config
 
+        form = Quantization(quantization)
         own = selection.operations_for(
-            config, torch_device, torch_dtype, block_size=block_size, attention=attention
+            config,
+            torch_device,
+            torch_dtype,
+            block_size=block_size,
+            attention=attention,
+            quantization=form,
         )
         operations = ranks.joined(own, checkpoint)
         if accelerator is not None:
             check_weights_fit(accelerator, weight_bytes(config, torch_dtype))
-        weights = load_weights(shard, torch_dtype, torch_device, operations)
+        weights = load_weights(shard, torch_dtype, torch_device, operations, form)
         # Now, for whoever comes to the first step waits for the others no longer than in any step.
-        ranks.agree("numerics", selection.numerics(torch_device, dtype, operations))
+        numerics = selection.numerics(torch_device, dtype, operations, form)
+        ranks.agree("numerics", numerics)
         ranks.agree("weights", weights.fingerprint)
         model = Decoder(config, weights, operations)
         block_size = operations.block_size
@@ -156,6 +167,7 @@ class ModelRunner:
             "model_loaded",
             path=str(path),
             dtype=dtype,
+            quantization=form.value,
             stored_as=sorted({tensor.dtype for tensor in checkpoint.tensors.values()}),
             device=torch_device.type,
             seconds=round(time.monotonic() - started, 2),
@@ -170,6 +182,7 @@ class ModelRunner:
             checkpoint,
             model=model,
             model_fingerprint=weights.fingerprint,
+            numerics=numerics,
             operations=operations,
             kv_cache=kv_cache,
             dtype=dtype,

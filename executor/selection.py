@@ -20,6 +20,7 @@ from executor.kernels.build import KernelsUnavailableError
 from executor.kernels.library import fastest
 from executor.model import ModelError
 from executor.model.config import ModelConfig
+from executor.model.quantized import Quantization
 from executor.operations.base import Operations
 from executor.operations.cpu import CpuOperations
 from executor.operations.fused import FusedOperations
@@ -79,10 +80,12 @@ def operations_for(
     *,
     block_size: int | None,
     attention: str | None,
+    quantization: Quantization = Quantization.NONE,
 ) -> Operations:
     """What computes a model of this shape; `block_size` None is what suits the attention back end.
 
-    Raises `ModelError` when the back end named `attention`, or every one there is, refuses.
+    Raises `ModelError` when the back end named `attention`, or every one there is, refuses; and when
+    `quantization` is what only our own kernels compute, and they cannot be had.
     """
 
     def spec_of(own_block_size: int) -> AttentionSpec:
@@ -98,7 +101,14 @@ def operations_for(
             has_window=any(kind.window is not None for kind in config.layers),
         )
 
-    return select_operations(spec_of, attention, config.hidden_size)
+    operations = select_operations(spec_of, attention, config.hidden_size)
+    if quantization is not Quantization.NONE and not isinstance(operations, CpuOperations):
+        raise ModelError(
+            f"--quantization is {quantization.value}, which only Chairlift's own kernels for CPUs compute, "
+            f"and here it would be {operations.name} on {device.type}: say --quantization none, or --device "
+            "cpu and no --attention. The log says why the kernels were not taken, where that is not it."
+        )
+    return operations
 
 
 def select_operations(
@@ -138,11 +148,12 @@ def _around(backend: AttentionBackend, hidden_size: int, **known: str) -> PlainO
     return operations
 
 
-def numerics(device: torch.device, dtype: str, operations: Operations) -> str:
+def numerics(device: torch.device, dtype: str, operations: Operations, quantization: Quantization) -> str:
     """What the bits of the logits depend on beside the weights."""
+    weights = "" if quantization is Quantization.NONE else f", weights {quantization.value}"
     kind = (
         torch.backends.cpu.get_cpu_capability()
         if device.type == "cpu"
         else torch.cuda.get_device_name(device)
     )
-    return f"{device.type} {kind}, {dtype}, {operations.name}, torch {torch.__version__}"
+    return f"{device.type} {kind}, {dtype}{weights}, {operations.name}, torch {torch.__version__}"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from executor.model.config import ModelConfig
 from executor.model.errors import ModelError
+from executor.model.quantized import QuantizedMatrix
 from executor.model.token_bytes import TokenBytes
 
 
@@ -31,6 +32,10 @@ class StoredTensor:
     It reads no more of the file than these need. Raises `ModelError`."""
     whole: "StoredTensor | None" = None
     """What this is a part of, where it is one."""
+    read_blocks: Callable[[slice, slice], QuantizedMatrix | None] | None = None
+    """Reads rows and columns of a matrix in the codes in which it is stored, where these have that form.
+
+    None where the columns begin or end within a block, or float16 cannot hold a scale."""
 
     def read(self) -> Tensor:
         """All of it. Raises `ModelError`."""

@@ -1,4 +1,4 @@
-"""Opens a GGUF file. Quantised tensors are dequantised when they are read.
+"""Opens a GGUF file. Quantised tensors are dequantised when they are read, or read in their codes.
 
 Three things differ from a Hugging Face folder beside the names. The file lists sizes fastest dimension
 first. Gemma's norms have had their 1 added. And the rows of query and key projections of `llama` are
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from executor.model.checkpoint import Checkpoint, StoredTensor, checked_eos_ids
 from executor.model.errors import ModelError
+from executor.model.gguf_blocks import blocks_of, is_in_blocks
 from executor.model.gguf_config import architecture_of, config_from_metadata
 from executor.model.gguf_reader import Reader
 from executor.model.json_files import eos_token_ids
+from executor.model.quantized import BLOCK_SIZE, QuantizedMatrix
 from executor.model.settings import Settings
 from executor.model.token_bytes import of_gguf
 
@@ -116,7 +118,9 @@ def stored_tensor(tensor: gguf.ReaderTensor, reordered: Mapping[str, int], path:
     """A tensor of the file in Hugging Face's layout; `reordered` has the heads of parts to be reordered."""
     shape = tuple(int(size) for size in reversed(tensor.shape))
     num_heads = next((count for part, count in reordered.items() if part in tensor.name.split(".")), None)
-    return StoredTensor(shape, tensor.tensor_type.name, reader_of(tensor, shape, num_heads, path))
+    name = tensor.tensor_type.name
+    read_blocks = blocks_reader_of(tensor, shape, num_heads) if is_in_blocks(name) else None
+    return StoredTensor(shape, name, reader_of(tensor, shape, num_heads, path), read_blocks=read_blocks)
 
 
 def reader_of(
@@ -156,6 +160,26 @@ def reader_of(
         return loaded[*cut]
 
     return read_part
+
+
+def blocks_reader_of(
+    tensor: gguf.ReaderTensor, shape: tuple[int, ...], num_heads: int | None
+) -> Callable[[slice, slice], QuantizedMatrix | None]:
+    """How to read the matrix `tensor` in its codes, with the rows of so many heads in order."""
+    _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+
+    def read_blocks(rows: slice, columns: slice) -> QuantizedMatrix | None:
+        first, last, _ = columns.indices(shape[1])
+        if first % BLOCK_SIZE or (last % BLOCK_SIZE and last < shape[1]):
+            return None
+        matrix = blocks_of(tensor.data, tensor.tensor_type.name, block_bytes, shape[1])
+        if matrix is None:
+            return None
+        if num_heads is not None:
+            matrix = matrix.with_rows(halves_from_neighbours(torch.arange(shape[0]), num_heads))
+        return matrix.part(rows, columns)
+
+    return read_blocks
 
 
 def _outwards(part: slice, size: int, unit: int) -> tuple[int, int]:

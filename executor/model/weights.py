@@ -22,7 +22,8 @@ from torch import Tensor
 from executor.model.checkpoint import Checkpoint, StoredTensor
 from executor.model.config import ModelConfig
 from executor.model.errors import ModelError
-from executor.operations.base import Linear, Norm, Operations
+from executor.model.quantized import Quantization, QuantizedMatrix, quantized, stacked
+from executor.operations.base import Linear, Matrix, Norm, Operations
 
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -69,11 +70,18 @@ class ModelWeights:
 
 
 def load_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, operations: Operations
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    operations: Operations,
+    quantization: Quantization = Quantization.NONE,
 ) -> ModelWeights:
-    """Read `checkpoint` as `dtype` onto `device`, packed for `operations`. Raises `ModelError`."""
+    """Read `checkpoint` as `dtype` onto `device`, packed for `operations`. Raises `ModelError`.
+
+    Its matrices are in the form that `quantization` names.
+    """
     check_names_and_shapes(checkpoint)
-    return _Reader(checkpoint, dtype, device, operations).weights()
+    return _Reader(checkpoint, dtype, device, operations, quantization).weights()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +192,12 @@ class _Reader:
     """Reads tensors one by one into their places, and digests each on its way."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, operations: Operations
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        operations: Operations,
+        quantization: Quantization,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = checkpoint.config
@@ -192,12 +205,13 @@ class _Reader:
         self._dtype = dtype
         self._device = device
         self._operations = operations
+        self._quantization = quantization
         self._digest = hashlib.sha256()
         self._num_bytes = 0
 
     def weights(self) -> ModelWeights:
         # A tied checkpoint may store its head once more: compared before the embeddings are packed away.
-        table = self._fused(EMBEDDINGS)
+        table = self._matrix(EMBEDDINGS)
         self._check_tied_head(table)
         embeddings = self._operations.pack(table, None)
         del table
@@ -208,7 +222,7 @@ class _Reader:
             embeddings=embeddings,
             layers=layers,
             final_norm=final_norm,
-            head=embeddings if tied else self._operations.pack(self._fused(HEAD), None),
+            head=embeddings if tied else self._operations.pack(self._matrix(HEAD), None),
             rope_divisors=self._rope_divisors(),
             fingerprint=self._digest.hexdigest(),
             num_bytes=self._num_bytes,
@@ -239,9 +253,26 @@ class _Reader:
     def _optional_norm(self, prefix: str, name: str | None) -> Norm | None:
         return None if name is None else self._norm(prefix, name)
 
-    def _projection(self, has_bias: bool, *names: str) -> tuple[Tensor, Tensor | None]:  # noqa: FBT001 - private
-        weight = self._fused(*(f"{name}.weight" for name in names))
+    def _projection(self, has_bias: bool, *names: str) -> tuple[Matrix, Tensor | None]:  # noqa: FBT001 - private
+        weight = self._matrix(*(f"{name}.weight" for name in names))
         return weight, self._fused(*(f"{name}.bias" for name in names)) if has_bias else None
+
+    def _matrix(self, *names: str) -> Matrix:
+        """The matrices `names`, one under the other, in the form that was asked for."""
+        if self._quantization is Quantization.NONE:
+            return self._fused(*names)
+        matrix = stacked([self._quantized(name, self._checkpoint.tensors[name]) for name in names])
+        self._num_bytes += matrix.num_bytes
+        return matrix
+
+    def _quantized(self, name: str, stored: StoredTensor) -> QuantizedMatrix:
+        if self._quantization is Quantization.STORED and stored.read_blocks is not None:
+            everything = slice(None)
+            matrix = stored.read_blocks(everything, everything)
+            if matrix is not None:
+                self._add_to_digest(name, stored)
+                return matrix
+        return quantized(self._read(name, stored))
 
     def _fused(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
         """The tensors `names`, one under the other, in the computation's type if no other is named."""
@@ -257,18 +288,23 @@ class _Reader:
 
     def _read(self, name: str, stored: StoredTensor) -> Tensor:
         values = stored.read()
+        if not all(math.isfinite(extreme) for extreme in torch.aminmax(values)):  # a NaN is both of them
+            raise ModelError(f"{self._checkpoint.path}: tensor {name} holds numbers that are not finite.")
+        self._add_to_digest(name, stored)
+        return values
+
+    def _add_to_digest(self, name: str, stored: StoredTensor) -> None:
         # Of the whole tensor, if this is a part: however it is shared out, a model is the same model.
         whole = stored.whole or stored
         self._digest.update(f"{name} {list(whole.shape)} {whole.dtype}\n".encode())
-        if not all(math.isfinite(extreme) for extreme in torch.aminmax(values)):  # a NaN is both of them
-            raise ModelError(f"{self._checkpoint.path}: tensor {name} holds numbers that are not finite.")
         self._digest.update(whole.ends(_SAMPLE_SIZE).float().numpy().tobytes())
-        return values
 
-    def _check_tied_head(self, embeddings: Tensor) -> None:
+    def _check_tied_head(self, table: Matrix) -> None:
         if not self._config.tie_word_embeddings or HEAD not in self._checkpoint.tensors:
             return
         head = self._checkpoint.tensors[HEAD].read()
+        # Of codes the numbers that they were made of: a head that was stored in another form has other codes.
+        embeddings = table if isinstance(table, Tensor) else self._checkpoint.tensors[EMBEDDINGS].read()
         if head.shape != embeddings.shape or not torch.equal(head.to(embeddings), embeddings):
             raise ModelError(
                 f"{self._checkpoint.path}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDINGS}."

@@ -17,7 +17,7 @@ evenly: some ranks then have one row more.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from executor.model.weights import (
     check_names_and_shapes,
     expected_shapes,
 )
+
+Part = TypeVar("Part")
 
 _EVERYTHING: Final = slice(None)
 
@@ -110,7 +112,8 @@ class Shard:
         shape = tuple(
             len(range(*cut.indices(size))) for cut, size in zip((rows, columns), whole.shape, strict=False)
         )
-        return StoredTensor(shape, whole.dtype, _within(read, rows, columns), whole)
+        read_blocks = None if whole.read_blocks is None else _within(whole.read_blocks, rows, columns)
+        return StoredTensor(shape, whole.dtype, _within(read, rows, columns), whole, read_blocks)
 
     def _cut(self, name: str) -> tuple[slice, slice]:
         """Rows and columns of the tensor `name`."""
@@ -154,15 +157,17 @@ def _sizes(heads: int, kv_heads: int) -> str:
 _Read = Callable[[slice, slice], torch.Tensor]
 
 
-def _within(read: _Read, rows: slice, columns: slice) -> _Read:
+def _within(
+    read: Callable[[slice, slice], Part], rows: slice, columns: slice
+) -> Callable[[slice, slice], Part]:
     """Reads parts of a part: only wholes are asked of a shard, and of what is not cut."""
 
-    def read_part(inner_rows: slice, inner_columns: slice) -> torch.Tensor:
+    def read_part(inner_rows: slice, inner_columns: slice) -> Part:
         assert inner_rows == inner_columns == _EVERYTHING, "a shard is read whole"
         return read(rows, columns)
 
     return read_part
 
 
-def _zeros(whole: StoredTensor) -> _Read:
+def _zeros(whole: StoredTensor) -> Callable[[slice, slice], torch.Tensor]:
     return lambda _rows, _columns: torch.zeros(whole.shape)

@@ -14,10 +14,23 @@ from executor.runner import ModelRunner
 torch.set_num_threads(1)
 
 
-def load(path: Path, *, dtype: str = "float32", num_blocks: int = 64, block_size: int = 16) -> ModelRunner:
+def load(
+    path: Path,
+    *,
+    dtype: str = "float32",
+    num_blocks: int = 64,
+    block_size: int = 16,
+    quantization: str = "none",
+) -> ModelRunner:
     """Load a model with room for a few short sequences."""
     return ModelRunner.load(
-        path, dtype=dtype, device="cpu", num_blocks=num_blocks, block_size=block_size, max_num_seqs=8
+        path,
+        dtype=dtype,
+        quantization=quantization,
+        device="cpu",
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=8,
     )
 
 
