@@ -9,9 +9,10 @@ so. The layouts are those of ggml (`ggml/src/ggml-common.h`, `block_q4_0` and th
     Q5_1   scale, offset, fifth bits, 16 bytes    scale x code + offset
     Q8_0   scale, 32 signed bytes                 scale x code
     Q4_K   eight blocks: scale, scale of offsets, 8 x 2 numbers of six bits, 4 x 32 bytes
+    Q5_K   eight blocks: the same, with 32 bytes of fifth bits before the 4 x 32 bytes
 
 Of 16 bytes the lower halves are a block's first 16 numbers, the upper halves the others; of 32 bytes of Q4_K
-the lower halves are one block and the upper ones the next.
+and Q5_K the lower halves are one block and the upper ones the next.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,15 +53,30 @@ def _q8_0(data: np.ndarray) -> _Blocks:
 
 
 def _q4_k(data: np.ndarray) -> _Blocks:
+    return _eighths(data[:, 16:]), *_k_scales(data)
+
+
+def _q5_k(data: np.ndarray) -> _Blocks:
+    # Byte n has the fifth bit of number n of each of the eight blocks.
+    fifth = np.unpackbits(data[:, 16:48, None], axis=2, bitorder="little").swapaxes(1, 2)
+    return _eighths(data[:, 48:]) | fifth.reshape(-1, BLOCK_SIZE) << 4, *_k_scales(data)
+
+
+def _k_scales(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and offsets of eight blocks each."""
     scale, offset_scale = _halves(data, 0)[:, None], _halves(data, 2)[:, None]
     # Twelve bytes: six bits of the first four scales, of the first four offsets, then four bits each of the
     # last four scales and offsets, whose two upper bits are those that the first eight bytes had left.
     first, second, rest = data[:, 4:8], data[:, 8:12], data[:, 12:16]
     scales = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], axis=1)
     offsets = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], axis=1)
-    pairs = data[:, 16:].reshape(-1, 4, 1, BLOCK_SIZE)
-    codes = np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(-1, BLOCK_SIZE)
-    return codes, (scale * scales).reshape(-1), -(offset_scale * offsets).reshape(-1)
+    return (scale * scales).reshape(-1), -(offset_scale * offsets).reshape(-1)
+
+
+def _eighths(data: np.ndarray) -> np.ndarray:
+    """Four bits of eight blocks: 32 bytes are two of them."""
+    pairs = data.reshape(-1, 4, 1, BLOCK_SIZE)
+    return np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(-1, BLOCK_SIZE)
 
 
 def _halves(data: np.ndarray, at: int) -> np.ndarray:
@@ -82,6 +98,7 @@ _READ: Final[Mapping[str, tuple[int, Callable[[np.ndarray], _Blocks]]]] = {
     "Q4_K": (4, _q4_k),
     "Q5_0": (8, _q5_0),
     "Q5_1": (8, _q5_1),
+    "Q5_K": (8, _q5_k),
     "Q8_0": (8, _q8_0),
 }
 
@@ -94,8 +111,8 @@ def is_in_blocks(type_name: str) -> bool:
 def blocks_of(data: np.ndarray, type_name: str, block_bytes: int, num_columns: int) -> QuantizedMatrix | None:
     """`data`, uint8 `[num_rows, bytes]`, whose rows are of `num_columns` numbers.
 
-    None where float16 cannot hold a scale. Those of Q4_K are products, which float16 rounds, by half a
-    thousandth at most where they are not tiny.
+    None where float16 cannot hold a scale. Those of Q4_K and Q5_K are products, which float16 rounds, by half
+    a thousandth at most where they are not tiny.
     """
     bits, read = _READ[type_name]
     codes, scales, offsets = read(np.ascontiguousarray(data).reshape(-1, block_bytes))

@@ -34,17 +34,19 @@ def test_what_a_file_holds_in_blocks_of_32_is_the_same_numbers(kind: Kind) -> No
     torch.testing.assert_close(matrix.dequantized(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_scales_of_q4_k_are_products_rounded_to_half() -> None:
+@pytest.mark.parametrize(("kind", "bits"), [(Kind.Q4_K, 4), (Kind.Q5_K, 8)], ids=["Q4_K", "Q5_K"])
+def test_scales_of_eight_blocks_are_products_rounded_to_half(kind: Kind, bits: int) -> None:
     rng = np.random.default_rng(1)
-    data = rng.integers(0, 256, (6, 2 * 144), dtype=np.uint8)
+    block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
+    data = rng.integers(0, 256, (6, 2 * block_bytes), dtype=np.uint8)
     halves = rng.uniform(0.001, 0.01, (6, 2, 2)).astype(np.float16)
-    data.reshape(6, 2, 144)[:, :, :4] = halves.view(np.uint8).reshape(6, 2, 4)
-    matrix = blocks(data, Kind.Q4_K, 512)
+    data.reshape(6, 2, block_bytes)[:, :, :4] = halves.view(np.uint8).reshape(6, 2, 4)
+    matrix = blocks(data, kind, 512)
     assert matrix is not None
-    assert (matrix.bits, matrix.scales.shape) == (4, (6, 16))
-    expected = torch.from_numpy(gguf.quants.dequantize(data, Kind.Q4_K))
+    assert (matrix.bits, matrix.scales.shape) == (bits, (6, 16))
+    expected = torch.from_numpy(gguf.quants.dequantize(data, kind))
     # A number is the difference of two products, each of which is rounded.
-    largest = (matrix.scales.float() * 15 - matrix.offsets.float()).repeat_interleave(BLOCK_SIZE, dim=1)
+    largest = (matrix.scales.float() * 31 - matrix.offsets.float()).repeat_interleave(BLOCK_SIZE, dim=1)
     assert ((matrix.dequantized() - expected).abs() <= largest / 2000).all()
 
 
