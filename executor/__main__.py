@@ -91,10 +91,12 @@ def follow_first_rank(config: ExecutorSettings, place: Place) -> None:
     ranks = group_of(config, place)
     # Not before the first rank has found that the model can be shared out: one refusal is enough.
     ranks.meet()
-    runner = load_runner(config, ranks)
-    runner.follow()
-    runner.close()
-    ranks.end()
+    try:
+        runner = load_runner(config, ranks)
+        runner.follow()
+        runner.close()
+    finally:
+        ranks.end()
 
 
 async def run() -> int:

@@ -191,14 +191,19 @@ class Group:
                 yield unpacked(message)
 
     def end(self) -> None:
-        """Say so, where the group still is one."""
+        """Say so, where the group still is one, and take its connections down."""
         self._ending.set()
         if self._words is None:
             return
-        with suppress(RankLostError), self._turn, self._within("taking leave"):
+        with self._turn:
             if self.rank == 0:
-                self._say(_END, b"")
-            dist.destroy_process_group()
+                with suppress(RankLostError), self._within("taking leave"):
+                    self._say(_END, b"")
+            # Gloo's threads must not be left to the end of the process, which they abort; NCCL would wait for
+            # ranks that are gone.
+            if self._failure is None or self._device == "cpu":
+                with suppress(RuntimeError):
+                    dist.destroy_process_group()
 
     def _pulse(self, on_lost: Callable[[RankLostError], object]) -> None:
         while not self._ending.wait(PULSE_SECONDS):

@@ -75,6 +75,7 @@ def main(rank: int, size: int, meeting: str) -> None:
     seen["none"] = list(group.gather(part[:0], WIDTHS).shape)
 
     seen |= lead(group) if rank == 0 else follow(group)
+    group.end()
     say(seen)
 
 
@@ -93,7 +94,6 @@ def lead(group: Group) -> dict[str, object]:
                 raise ValueError("a device's word")
         except RankLostError as lost:
             failures.append(str(lost))
-    group.end()
     return {"steps": LENGTHS, "failures": failures}
 
 
