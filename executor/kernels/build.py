@@ -69,6 +69,7 @@ INSTRUCTION_SETS: Final = (
     ),
     InstructionSet("avx512_vnni", (*_WIDE, "-mavx512vnni"), _V4 | {"avx512_vnni"}),
     InstructionSet("avx512", _WIDE, _V4),
+    InstructionSet("avx2_vnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
     InstructionSet("avx2", ("-march=x86-64-v3",), _V3),
     InstructionSet("x86_64", ("-march=x86-64-v2",), _V2),
 )

@@ -50,7 +50,11 @@ static INLINE Part load_halves(const uint16_t* from) {
 
 // --- products of codes ---------------------------------------------------------------------------------------
 
-#ifdef __AVX512VNNI__
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define ADDS_FOUR_PRODUCTS
+#endif
+
+#ifdef ADDS_FOUR_PRODUCTS
 constexpr int MOST_BITS = 8;  // of a weight's code that `add_products` takes; wider ones are taken in halves
 #else
 constexpr int MOST_BITS = 4;
@@ -58,7 +62,7 @@ constexpr int MOST_BITS = 4;
 
 // The sums of one block's products, lane by lane: in 32 bits where the processor adds four products at once, else in
 // pairs of 16 bits, of which those of a block are at most 8 * 2 * 15 * 127 < 2^15.
-#ifdef __AVX512VNNI__
+#ifdef ADDS_FOUR_PRODUCTS
 typedef PartIntegers Dots;
 #else
 typedef int16_t Dots __attribute__((vector_size(4 * PART_LANES)));
@@ -69,6 +73,8 @@ static INLINE Dots add_products(Dots dots, PartUnits codes, uint32_t row) {
     PartUnits rows = row - PartUnits{};
 #if defined(__AVX512VNNI__)
     return (Dots)_mm512_dpbusd_epi32((__m512i)dots, (__m512i)codes, (__m512i)rows);
+#elif defined(__AVXVNNI__)
+    return (Dots)_mm256_dpbusd_avx_epi32((__m256i)dots, (__m256i)codes, (__m256i)rows);
 #elif defined(__AVX512BW__)
     return dots + (Dots)_mm512_maddubs_epi16((__m512i)codes, (__m512i)rows);
 #elif defined(__AVX2__)
@@ -79,7 +85,7 @@ static INLINE Dots add_products(Dots dots, PartUnits codes, uint32_t row) {
 }
 
 static INLINE PartIntegers total(Dots dots) {
-#if defined(__AVX512VNNI__)
+#ifdef ADDS_FOUR_PRODUCTS
     return dots;
 #elif defined(__AVX512BW__)
     return (PartIntegers)_mm512_madd_epi16((__m512i)dots, _mm512_set1_epi16(1));
