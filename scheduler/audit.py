@@ -21,22 +21,18 @@ def check(core: SchedulerCore) -> None:
     for state in core.executors.values():
         _check_executor(state)
     waiting = set(core.waiting)
-    for seq in waiting:
-        _require(
-            seq.state is State.WAITING and not seq.block_table and not seq.seq_id,
-            "waits and holds something",
-            seq,
-        )
-        holds = core.waiting.parked.get(seq, ())
-        _require((Hold.SEARCH in holds) == core.inquiry.holds(seq), "is not held as it is searched", seq)
-        _require((Hold.STRANDED in holds) == core.stranded.holds(seq), "is not held as it is stranded", seq)
+    _check_waiting(core, waiting)
+    # In a long test most have ended, and there is no more to ask of these: who waits was seen above.
+    finished = State.FINISHED
     for seq in core.sequences.values():
-        _require((seq in waiting) == (seq.state is State.WAITING), "is lost between queue and batch", seq)
-        _require(
-            (seq.finish is not None) == (seq.state is State.FINISHED), "has an end and no state for it", seq
-        )
-        running = seq.state is State.RUNNING
-        _require(not running or seq.seq_id in core.executors[seq.executor_id].running, "runs nowhere", seq)
+        if (seq.finish is not None) != (seq.state is finished):
+            raise _fault("has an end and no state for it", seq)
+        if seq.finish is not None:
+            continue
+        if (seq in waiting) != (seq.state is State.WAITING):
+            raise _fault("is lost between queue and batch", seq)
+        if seq.state is State.RUNNING and seq.seq_id not in core.executors[seq.executor_id].running:
+            raise _fault("runs nowhere", seq)
 
 
 def check_counts(state: ExecutorState) -> None:
@@ -63,6 +59,18 @@ def describe(state: ExecutorState) -> dict[str, object]:
     }
 
 
+def _check_waiting(core: SchedulerCore, waiting: set[Sequence]) -> None:
+    state = State.WAITING
+    for seq in waiting:
+        if seq.state is not state or seq.block_table or seq.seq_id:
+            raise _fault("waits and holds something", seq)
+    causes = ((Hold.SEARCH, core.inquiry.holds), (Hold.STRANDED, core.stranded.holds))
+    for hold, is_held in causes:
+        marked = {seq for seq, holds in core.waiting.parked.items() if hold in holds}
+        for seq in marked.symmetric_difference(filter(is_held, waiting)):
+            raise _fault(f"is marked {hold.name} in the queue and is not so, or the reverse", seq)
+
+
 def _check_executor(state: ExecutorState) -> None:
     members = [*state.running.values(), *state.entering_padding]
     state.blocks.check([seq.block_table for seq in members])
@@ -73,17 +81,19 @@ def _check_executor(state: ExecutorState) -> None:
     if state.made_way_for is not None:
         raise AuditError(f"somebody made way for {state.made_way_for}, who was not asked in that plan")
     for seq_id, seq in state.running.items():
-        _require(seq.seq_id == seq_id and seq.state is State.RUNNING, "runs under a wrong name", seq)
-        _require(seq.num_slots == len(seq.block_table) * state.blocks.block_size, "miscounts its slots", seq)
-        _require(seq.num_computed_tokens <= seq.num_slots, "computes without a slot", seq)
-        _require(
-            seq.num_computed_tokens <= seq.num_computable_tokens < seq.max_len, "is ahead of itself", seq
-        )
+        if seq.seq_id != seq_id or seq.state is not State.RUNNING:
+            raise _fault("runs under a wrong name", seq)
+        if seq.num_slots != len(seq.block_table) * state.blocks.block_size:
+            raise _fault("miscounts its slots", seq)
+        if seq.num_computed_tokens > seq.num_slots:
+            raise _fault("computes without a slot", seq)
+        if not seq.num_computed_tokens <= seq.num_computable_tokens < seq.max_len:
+            raise _fault("is ahead of itself", seq)
         in_flight = sum(seq in plan.rows for plan in state.session.unanswered)
         ahead = seq.num_computable_tokens - min(len(seq.token_ids), seq.max_len - 1)
-        _require(0 <= ahead <= in_flight, f"knows {ahead} tokens that {in_flight} steps are to bring", seq)
+        if not 0 <= ahead <= in_flight:
+            raise _fault(f"knows {ahead} tokens that {in_flight} steps are to bring", seq)
 
 
-def _require(holds: bool, what: str, seq: Sequence) -> None:  # noqa: FBT001  (a condition is a condition)
-    if not holds:
-        raise AuditError(f"sequence {seq.seq_id} of {seq.request.request_id!r} {what}: {seq}")
+def _fault(what: str, seq: Sequence) -> AuditError:
+    return AuditError(f"sequence {seq.seq_id} of {seq.request.request_id!r} {what}: {seq}")

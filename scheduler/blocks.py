@@ -21,6 +21,7 @@ released from its end, so leaves go before their parents. Pure: integers and byt
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import compress
 
 
 class BlockError(RuntimeError):
@@ -145,16 +146,20 @@ class BlockManager:
                 raise BlockError(f"a block is twice in one table: {table}")
             for block_id in table:
                 counts[block_id] += 1
-        for block_id, (count, expected) in enumerate(zip(self._ref_counts, counts, strict=True)):
-            if count != expected:
-                raise BlockError(f"block {block_id} has ref_count {count} and is in {expected} tables")
-        held = [block_id for block_id, count in enumerate(counts) if count]
+        if counts != self._ref_counts:
+            both = zip(self._ref_counts, counts, strict=True)
+            found = ((each, *pair) for each, pair in enumerate(both) if pair[0] != pair[1])
+            block_id, count, expected = next(found)
+            raise BlockError(f"block {block_id} has ref_count {count} and is in {expected} tables")
+        # In tests this runs after every operation: loops that C makes.
+        held = list(compress(range(self.num_blocks), counts))
         if sorted([*held, *self.free_block_ids, *self._idle]) != list(range(self.num_blocks)):
             places = f"{len(held)} held + {len(self.free_block_ids)} free + {len(self._idle)} idle"
             raise BlockError(f"{places} are not all {self.num_blocks} blocks")
-        if any(self._key_of[block_id] is not None for block_id in self.free_block_ids):
+        key_of = self._key_of.__getitem__
+        if any(map(key_of, self.free_block_ids)):
             raise BlockError("a free block has a key")
-        if any(self._key_of[block_id] is None for block_id in self._idle):
+        if not all(map(key_of, self._idle)):
             raise BlockError("an idle block has no key")
-        if any(self._key_of[block_id] != key for key, block_id in self._block_of.items()):
+        if list(map(key_of, self._block_of.values())) != list(self._block_of):
             raise BlockError("the index names a block of other content")

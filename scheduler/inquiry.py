@@ -114,7 +114,8 @@ class Inquiry:
 
     def holds(self, seq: Sequence) -> bool:
         """Whether `seq` is searched, and so does not enter in its turn."""
-        return name_of(seq) in self.suspects.group
+        group = self.suspects.group
+        return bool(group) and name_of(seq) in group  # hardly ever is anybody searched
 
     def is_host(self, state: ExecutorState) -> bool:
         """Whether only suspects may enter here."""

@@ -188,7 +188,7 @@ class CheckingExecutor:
                 entries = [prompt_report(position, item.token_ids[position]) for position in told]
                 result.prompt_logprobs[seq_id] = (told[0], entries)
         item.num_computed = end
-        context = array("I", [self.slots[self._slot(item, position)] for position in range(end)])
+        context = self._context(item, end)
         assert context == item.token_ids[:end], f"sequence {seq_id} reads somebody else's context"
         result.seq_ids.append(seq_id)
         if end < len(item.token_ids):
@@ -207,6 +207,14 @@ class CheckingExecutor:
             matched = token if reason is FinishReason.STOP else None
             result.finished.append(FinishedSequence(seq_id, reason, matched))
             item.is_ghost, item.ended_in = True, plan.step_id
+
+    def _context(self, item: _Held, end: int) -> "array[int]":
+        """What is in the first `end` slots of its blocks."""
+        size = self.capacity.block_size
+        found = array("I")
+        for block_id in item.block_ids[: -(-end // size)]:
+            found.extend(self.slots[block_id * size : block_id * size + min(size, end - len(found))])
+        return found
 
     def _slot(self, item: _Held, position: int) -> int:
         size = self.capacity.block_size
