@@ -280,7 +280,16 @@ _ASKING: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
     "penalties": [{"repetition_penalty": 2.0}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}],
     "logit_bias": [{"logit_bias": {1: 1.0}}],
     "token_lists": [{"allowed_token_ids": [1]}, {"banned_token_ids": [1]}],
-    "constraints": [{"json_schema": "{}"}, {"regex": "a"}, {"choice": common_pb2.Choices(values=["a"])}],
+    "constraints": [
+        {"json_schema": "{}"},
+        {"regex": "a"},
+        {"choice": common_pb2.Choices(values=["a"])},
+        {
+            "json_or_tagged": common_pb2.JsonOrTagged(
+                json_schema="{}", tags=[common_pb2.Tagged(begin="<", json_schema="{}", end=">")]
+            )
+        },
+    ],
 }
 
 

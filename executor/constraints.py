@@ -1,4 +1,4 @@
-"""Outputs that must match a JSON schema, a regular expression or one of several texts (by llguidance).
+"""Outputs that must match a JSON schema, a regular expression, one of several texts, or JSON between tags.
 
 Rules:
   1. What may come next is a function of the constraint and the output ids alone. So a sequence that was
@@ -9,16 +9,18 @@ Rules:
      wherever it runs. To exceed them is a fault too.
   4. A matcher is built in a thread beside the device's, which waits for it when the first mask is needed.
 
-An output ends with one of the model's end tokens, which may be chosen once the output matches and must be
-chosen when nothing can follow. Must not know: plans, protos, tensors.
+The library is llguidance. An output ends with one of the model's end tokens, which may be chosen once the
+output matches and must be chosen when nothing can follow. Must not know: plans, protos, tensors.
 """
 
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 import llguidance
 import numpy as np
@@ -60,25 +62,50 @@ class Choice:
     values: tuple[str, ...]
 
 
-Constraint = JsonSchema | Regex | Choice
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """JSON that is valid under `text`, a JSON schema, between two fixed texts."""
+
+    begin: str
+    text: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class JsonOrTagged:
+    """The output is JSON that is valid under `text`, a JSON schema, or one or more of `tags`.
+
+    `opening` stands before the first of them, `separator` between two, `closing` behind the last; there are
+    at most `max_tags` (None: any number).
+    """
+
+    text: str
+    tags: tuple[Tagged, ...]
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    max_tags: int | None = None
+
+
+Constraint = JsonSchema | Regex | Choice | JsonOrTagged
 
 
 class ConstraintError(ValueError):
     """The constraint cannot be kept to; the text is a sentence for the client."""
 
 
-def grammar(constraint: Constraint) -> str:
-    """The constraint in the library's own terms. Raises ConstraintError for what is none."""
+def grammar(constraint: Constraint, special_ids: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The constraint in the library's own terms. Raises ConstraintError for what is none.
+
+    `special_ids` are those of the special tokens, by their texts.
+    """
     match constraint:
         case JsonSchema(text):
-            try:
-                schema = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ConstraintError(f"json_schema is not JSON: {error}") from error
-            if not isinstance(schema, dict):
-                raise ConstraintError("json_schema must be a JSON object")
-            schema = (schema or {"type": "object"}) | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-            return json.dumps({"grammars": [{"json_schema": schema}]})
+            return json.dumps({"grammars": [{"json_schema": _schema(text)}]})
+        case JsonOrTagged(tags=()):
+            raise ConstraintError("json_or_tagged has no tags; it has at least one")
+        case JsonOrTagged():
+            return llguidance.LLMatcher.grammar_from_lark(_either(constraint, special_ids))
         case Regex(pattern):
             return llguidance.LLMatcher.grammar_from_regex(pattern)
         case Choice(()):
@@ -86,6 +113,46 @@ def grammar(constraint: Constraint) -> str:
         case Choice(values):
             texts = " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
             return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
+
+
+def _schema(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"json_schema is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise ConstraintError("json_schema must be a JSON object")
+    return (schema or {"type": "object"}) | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _either(either: JsonOrTagged, special_ids: Mapping[str, int]) -> str:
+    """In the library's dialect of Lark; `router.constraint_worker` writes it without special tokens."""
+
+    def literal(text: str) -> str:
+        return _literal(text, special_ids)
+
+    most = "*" if either.max_tags is None else f"{{0,{either.max_tags - 1}}}"
+    more = "" if either.max_tags == 1 else f"({literal(either.separator)} tagged){most}"
+    tagged = [f"{literal(tag.begin)} json_{i} {literal(tag.end)}" for i, tag in enumerate(either.tags)]
+    return "\n".join(
+        [
+            f"start: json | {literal(either.opening)} tagged {more} {literal(either.closing)}",
+            f"tagged: {' | '.join(tagged)}",
+            f"json: %json {json.dumps(_schema(either.text))}",
+            *(f"json_{i}: %json {json.dumps(_schema(tag.text))}" for i, tag in enumerate(either.tags)),
+        ]
+    )
+
+
+def _literal(text: str, special_ids: Mapping[str, int]) -> str:
+    """A fixed text; where it spells a special token, that token: no other can have its text."""
+    spelled = "|".join(map(re.escape, sorted(special_ids, key=len, reverse=True)))
+    pieces = re.split(f"({spelled})", text) if spelled else [text]
+    return " ".join(
+        f"<[{special_ids[piece]}]>" if piece in special_ids else json.dumps(piece, ensure_ascii=False)
+        for piece in pieces
+        if piece
+    )
 
 
 class Constraints:
@@ -103,6 +170,10 @@ class Constraints:
         self._vocab_size = vocab_size
         self._eos_token_ids = np.array(eos_token_ids, dtype=np.int64)
         vocabulary = _Vocabulary(tokens, special_ids, eos_token_ids)
+        ends = frozenset(eos_token_ids)
+        self._special_ids = {
+            tokens[i].decode(errors="replace"): i for i in special_ids if tokens[i] and i not in ends
+        }
         self._threads = ThreadPoolExecutor(1, "constraints")
         # It takes up to seconds, and nobody waits for it yet.
         self._tokenizer = self._threads.submit(vocabulary.indexed)
@@ -119,7 +190,10 @@ class Constraints:
         built = self._built.get(constraint)
         if built is None:
             built = llguidance.LLMatcher(
-                self._tokenizer.result(), grammar(constraint), log_level=0, limits=self._limits
+                self._tokenizer.result(),
+                grammar(constraint, self._special_ids),
+                log_level=0,
+                limits=self._limits,
             )
             self._built[constraint] = built
             if len(self._built) > _MAX_KEPT:

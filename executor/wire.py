@@ -5,7 +5,7 @@ Checks only the form (which fields are set); what the numbers mean is for `seque
 
 from typing import Final
 
-from executor.constraints import Choice, Constraint, JsonSchema, Regex
+from executor.constraints import Choice, Constraint, JsonOrTagged, JsonSchema, Regex, Tagged
 from executor.device import Runner, StepTimings
 from executor.plan import BatchPlan, NewSequence, SamplingParams, StepResult, TokenLogprobs
 from executor.stopping import FinishReason
@@ -38,6 +38,7 @@ _SERVED_SAMPLING_FIELDS: Final = frozenset(
         "json_schema",
         "regex",
         "choice",
+        "json_or_tagged",
     }
 )
 _FINISH_REASONS: Final = {
@@ -118,6 +119,16 @@ def constraint_from_proto(message: common_pb2.SamplingParams) -> Constraint | No
             return Regex(message.regex)
         case "choice":
             return Choice(tuple(message.choice.values))
+        case "json_or_tagged":
+            either = message.json_or_tagged
+            return JsonOrTagged(
+                either.json_schema,
+                tuple(Tagged(tag.begin, tag.json_schema, tag.end) for tag in either.tags),
+                either.opening,
+                either.separator,
+                either.closing,
+                either.max_tags if either.HasField("max_tags") else None,
+            )
         case _:
             return None
 

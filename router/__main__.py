@@ -86,6 +86,7 @@ async def _serve(settings: RouterSettings, tracer: Tracer | None) -> int:
                 settings.default_max_tokens,
             ),
             tool_call_form=tool_calls.chosen_form(settings.tool_call_parser, files.chat_template),
+            chat_template=files.chat_template,
         ),
         schedulers=schedulers,
         tokens=_resume_tokens(settings.cluster_secret_file),

@@ -16,7 +16,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from router.constraints import Choice, Constraint, JsonSchema, Regex, field_of
+from router.constraints import Choice, Constraint, JsonOrTagged, JsonSchema, Regex, field_of
 from router.worker_processes import WorkerProcesses
 from rpc.errors import RequestError, invalid
 
@@ -30,6 +30,9 @@ _RETRY_AFTER_SECONDS: Final = 1.0
 # The system that lacks memory, and operators; whatever else a process dies of, it has done itself.
 _ENDED_BY_OTHERS: Final = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 
+Fault = tuple[str, str]
+"""Which part of the constraint it is, as the rest of its name, and why, as the rest of a sentence."""
+
 _log = structlog.get_logger()
 
 
@@ -41,7 +44,7 @@ class ConstraintChecks:
         self._processes = WorkerProcesses(
             "router.constraint_worker", num_processes=_NUM_PROCESSES, line_bytes=_MAX_LINE_BYTES
         )
-        self._faults: OrderedDict[bytes, asyncio.Task[str | None]] = OrderedDict()
+        self._faults: OrderedDict[bytes, asyncio.Task[Fault | None]] = OrderedDict()
         self._num_waiting = 0
 
     async def check(self, constraint: Constraint) -> None:
@@ -71,7 +74,8 @@ class ConstraintChecks:
         except _DiedError as error:
             raise _unkept(field, str(error)) from error
         if fault is not None:
-            raise _unkept(field, fault)
+            part, why = fault
+            raise _unkept(field + part, why)
 
     async def close(self) -> None:
         """Ends the processes; returns when they have ended."""
@@ -80,7 +84,7 @@ class ConstraintChecks:
         await asyncio.gather(*self._faults.values(), return_exceptions=True)
         await self._processes.close()
 
-    async def _tried(self, asked: str) -> str | None:
+    async def _tried(self, asked: str) -> Fault | None:
         try:
             async with self._processes.one() as process:
                 assert process.stdin is not None
@@ -100,15 +104,15 @@ class _DiedError(Exception):
     """The trial ended by the constraint's doing, perhaps; the text is the rest of a sentence."""
 
 
-def _fault(line: bytes) -> str | None:
-    fault: str | None = json.loads(line)
-    return fault
+def _fault(line: bytes) -> Fault | None:
+    fault = json.loads(line)
+    return None if fault is None else tuple(fault)
 
 
-def _fault_of_the_dead(exit_code: int) -> str:
+def _fault_of_the_dead(exit_code: int) -> Fault:
     """What a process's end tells of what it tried. Raises _DiedError, and RuntimeError if it was ended."""
     if exit_code == -signal.SIGXCPU:  # the limit that it has put on itself
-        return "it takes too long to build; make it simpler"
+        return "", "it takes too long to build; make it simpler"
     if exit_code in _ENDED_BY_OTHERS:
         raise RuntimeError(f"the process that tried it was ended ({exit_code})")
     raise _DiedError("it takes too much memory to build; make it simpler")
@@ -134,3 +138,15 @@ def _as_asked(constraint: Constraint) -> list[Any]:
             return ["regex", pattern]
         case Choice(values):
             return ["choice", values]
+        case JsonOrTagged():
+            return [
+                "json_or_tagged",
+                {
+                    "json_schema": constraint.text,
+                    "tags": [(tag.begin, tag.text, tag.end) for tag in constraint.tags],
+                    "opening": constraint.opening,
+                    "separator": constraint.separator,
+                    "closing": constraint.closing,
+                    "max_tags": constraint.max_tags,
+                },
+            ]

@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import llguidance
 
+from router import schema_faults
+
 LIMITS: Final = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 200_000,
@@ -33,6 +35,8 @@ WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,20}"
 MAX_MEMORY_BYTES: Final = 1 << 30
 MAX_CPU_SECONDS: Final = 0.25
 """For the whole trial, and so for any step of it: a step of the executor waits for its masks."""
+MAX_LOOKING_SECONDS: Final = 0.25
+"""For finding out which part of a schema is at fault."""
 MAX_BUILD_SECONDS: Final = 1
 """Of the processor, for what the library does in one call, or one more: the system counts whole ones."""
 _MAX_STEPS: Final = 48
@@ -55,9 +59,9 @@ def grammar(kind: str, value: Any) -> str:
     """A constraint whose form has been checked, in the library's own terms, as the executor puts it."""
     match kind:
         case "json_schema":
-            schema = json.loads(value) or {"type": "object"}
-            schema |= {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-            return json.dumps({"grammars": [{"json_schema": schema}]})
+            return json.dumps({"grammars": [{"json_schema": _schema(value)}]})
+        case "json_or_tagged":
+            return llguidance.LLMatcher.grammar_from_lark(_either(**value))
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(value)
         case _:
@@ -65,11 +69,76 @@ def grammar(kind: str, value: Any) -> str:
             return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
 
 
-def fault(kind: str, value: Any, tokenizer: llguidance.LLTokenizer) -> str | None:
-    """Why an output cannot be held to the constraint, as the rest of a sentence; None when it can."""
-    began = time.process_time()
+def _schema(text: str) -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads(text) or {"type": "object"}
+    return schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _either(
+    json_schema: str,
+    tags: list[tuple[str, str, str]],
+    opening: str,
+    separator: str,
+    closing: str,
+    max_tags: int | None,
+) -> str:
+    """As `executor.constraints` puts it, where there are no special tokens."""
+    most = "*" if max_tags is None else f"{{0,{max_tags - 1}}}"
+    more = "" if max_tags == 1 else f"({_literal(separator)} tagged){most}"
+    tagged = [f"{_literal(begin)} json_{i} {_literal(end)}" for i, (begin, _, end) in enumerate(tags)]
+    return "\n".join(
+        [
+            f"start: json | {_literal(opening)} tagged {more} {_literal(closing)}",
+            f"tagged: {' | '.join(tagged)}",
+            f"json: %json {json.dumps(_schema(json_schema))}",
+            *(f"json_{i}: %json {json.dumps(_schema(text))}" for i, (_, text, _) in enumerate(tags)),
+        ]
+    )
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def fault(kind: str, value: Any, tokenizer: llguidance.LLTokenizer) -> tuple[str, str] | None:
+    """Why an output cannot be held to the constraint; None when it can.
+
+    First which part of the value it is, as the rest of a name, then why, as the rest of a sentence.
+    """
+    matcher = _built(grammar(kind, value), tokenizer)
+    if matcher.is_error() and kind == "json_schema":
+        return "", _schema_fault(value, tokenizer) or _in_one_line(matcher.get_error())
+    if matcher.is_error() and kind == "json_or_tagged":
+        schemas = {f".tags[{i}].json_schema": text for i, (_, text, _) in enumerate(value["tags"])}
+        for part, text in ({".json_schema": value["json_schema"]} | schemas).items():
+            if (why := _schema_fault(text, tokenizer)) is not None:
+                return part, why
+    why = _fault_of(matcher)
+    return None if why is None else ("", why)
+
+
+def _built(written: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
     limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]  # of one type each
-    matcher = llguidance.LLMatcher(tokenizer, grammar(kind, value), log_level=0, limits=limits)
+    return llguidance.LLMatcher(tokenizer, written, log_level=0, limits=limits)
+
+
+def _schema_fault(text: str, tokenizer: llguidance.LLTokenizer) -> str | None:
+    """Why no grammar can be built of the schema; None when one can."""
+    until = time.process_time() + MAX_LOOKING_SECONDS
+
+    def refusal(schema: dict[str, Any]) -> str | None:
+        matcher = _built(grammar("json_schema", json.dumps(schema)), tokenizer)
+        return _in_one_line(matcher.get_error()) if matcher.is_error() else None
+
+    schema = json.loads(text)
+    reason = refusal(schema)
+    if reason is None:
+        return None
+    return schema_faults.told(schema, reason, refusal, is_late=lambda: time.process_time() > until)[:500]
+
+
+def _fault_of(matcher: llguidance.LLMatcher) -> str | None:
+    began = time.process_time()
     choose = random.Random(0)  # noqa: S311 - the same trial each time
     for _ in range(_MAX_STEPS):
         if matcher.is_error() or matcher.is_stopped():

@@ -6,7 +6,7 @@ says the library that the executor uses (`constraint_checks`). Pure; it must not
 
 import json
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rpc.errors import invalid
@@ -15,6 +15,9 @@ MAX_SCHEMA_BYTES: Final = 64 * 1024
 MAX_REGEX_CHARACTERS: Final = 4096
 MAX_CHOICES: Final = 1024
 MAX_CHOICE_CHARACTERS: Final = 256
+MAX_TAGS: Final = 256
+MAX_TAG_CHARACTERS: Final = 256
+MAX_TAGGED_BYTES: Final = 256 * 1024
 # The one character that the library's texts cannot have as it is.
 _DELETE: Final = "\x7f"
 
@@ -40,7 +43,32 @@ class Choice:
     values: abc.Sequence[str]
 
 
-Constraint = JsonSchema | Regex | Choice
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """JSON that is valid under `text`, a JSON schema, between two fixed texts."""
+
+    begin: str
+    text: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class JsonOrTagged:
+    """The output is JSON that is valid under `text`, a JSON schema, or one or more of `tags`.
+
+    `opening` stands before the first of them, `separator` between two, `closing` behind the last; there are
+    at most `max_tags` (None: any number).
+    """
+
+    text: str
+    tags: abc.Sequence[Tagged]
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    max_tags: int | None = None
+
+
+Constraint = JsonSchema | Regex | Choice | JsonOrTagged
 
 
 def field_of(constraint: Constraint) -> str:
@@ -52,6 +80,8 @@ def field_of(constraint: Constraint) -> str:
             return "sampling.regex"
         case Choice():
             return "sampling.choice"
+        case JsonOrTagged():
+            return "sampling.json_or_tagged"
 
 
 def checked_form(constraint: Constraint) -> Constraint:
@@ -76,7 +106,40 @@ def checked_form(constraint: Constraint) -> Constraint:
                         f"{where} holds the control character U+007F, which no choice can have; leave it out",
                     )
             return Choice(tuple(values))
+        case JsonOrTagged():
+            return _checked_tagged(constraint)
     return constraint
+
+
+def _checked_tagged(constraint: JsonOrTagged) -> JsonOrTagged:
+    field = field_of(constraint)
+    _check_count(f"{field}.tags", f"{field}.tags", len(constraint.tags), MAX_TAGS, "entries")
+    if constraint.max_tags is not None and not 1 <= constraint.max_tags <= MAX_TAGS:
+        where = f"{field}.max_tags"
+        raise invalid(where, f"{where} is {constraint.max_tags}; it must be from 1 to {MAX_TAGS}")
+    tags = tuple(constraint.tags)
+    schemas = {f"{field}.json_schema": constraint.text}
+    texts = {f"{field}.{name}": getattr(constraint, name) for name in ("opening", "separator", "closing")}
+    for position, tag in enumerate(tags):
+        where = f"{field}.tags[{position}]"
+        schemas[f"{where}.json_schema"] = tag.text
+        texts |= {f"{where}.begin": tag.begin, f"{where}.end": tag.end}
+    num_bytes = sum(len(text.encode()) for text in [*schemas.values(), *texts.values()])
+    if num_bytes > MAX_TAGGED_BYTES:
+        raise invalid(
+            field,
+            f"{field} has {num_bytes} bytes in its schemas and texts; at most {MAX_TAGGED_BYTES} are allowed",
+        )
+    for where, text in texts.items():
+        if len(text) > MAX_TAG_CHARACTERS:
+            raise invalid(
+                where, f"{where} has {len(text)} characters; at most {MAX_TAG_CHARACTERS} are allowed"
+            )
+        if _DELETE in text:
+            raise invalid(where, f"{where} holds the control character U+007F, which it cannot; leave it out")
+    for where, text in schemas.items():
+        _check_schema(where, text)
+    return replace(constraint, tags=tags)
 
 
 def _check_schema(field: str, text: str) -> None:

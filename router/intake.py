@@ -41,7 +41,7 @@ from router.stop_strings import StopStrings
 from router.tally import Tally, outcome_of_error
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer, TooManyTokensError
-from router.tool_calls import TAGS, ToolCallForm
+from router.tool_calls import TAGS, CallWriting, ToolCallForm, writing_of
 from router.traces import CallTrace
 from rpc.errors import RequestError, invalid
 from rpc.tracing import Tracer
@@ -65,6 +65,12 @@ class ServedModel:
     defaults: validation.Defaults
     tool_call_form: ToolCallForm | None = None
     """How it writes calls of tools; None when they are not to be found."""
+    chat_template: str | None = None
+
+    @property
+    def call_writing(self) -> CallWriting | None:
+        """How it is to write them where it is held to it."""
+        return writing_of(self.tool_call_form, self.chat_template)
 
 
 @dataclass(frozen=True, slots=True)

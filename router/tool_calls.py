@@ -16,7 +16,9 @@ Rules:
   4. White space around a call is the form's, and between calls and behind the last one a `;` is Llama 3's; in
      a list that has begun with a call, `,` and the `]` that ends it are Mistral's. All other text is content.
   5. Held back is what may be of a call: from its first character on, and white space before it.
-  6. No character is read twice: behind an attempt that failed, reading goes on where it failed.
+  6. Where an answer is either text or calls (`is_apart`), calls are what it begins with, Mistral's with their
+     tag; what begins with something other is text to its end.
+  7. No character is read twice: behind an attempt that failed, reading goes on where it failed.
 
 Pure. It must not know tokens, doors, or how a call is told.
 """
@@ -35,8 +37,9 @@ _CALLS_TAG: Final = "[TOOL_CALLS]"
 _ID_TAG: Final = "[CALL_ID]"
 _ARGUMENTS_TAG: Final = "[ARGS]"
 _SPACE: Final = " \t\r\n"
-_NAMES: Final = ("name", "arguments", "parameters", "type", "id")
-_FIRST_NAMES: Final = tuple(f'"{name}"' for name in _NAMES)
+CALL_NAMES: Final = ("name", "arguments", "parameters", "type", "id")
+"""What an object that is a call may have."""
+_FIRST_NAMES: Final = tuple(f'"{name}"' for name in CALL_NAMES)
 # As templates write a call of Llama 3's form, within a string of theirs or not.
 _WRITES_PARAMETERS: Final = re.compile(r'\\?"parameters\\?":')
 _NO_SPACE: Final = re.compile(rf"[^{_SPACE}]|\Z")
@@ -63,6 +66,43 @@ class Called:
 
     name: str
     arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallWriting:
+    """How one model is to write calls where it is held to it, so that a parser of its form finds them.
+
+    `opening` stands before the first call, `separator` between two, `closing` behind the last; each is an
+    object between `begin` and `end`. `begin` may have `{name}` in it, and then the object is the arguments;
+    without, it has the name and, as `arguments`, those.
+    """
+
+    begin: str
+    end: str
+    separator: str
+    opening: str = ""
+    closing: str = ""
+    arguments: str = "arguments"
+
+    @property
+    def names_first(self) -> bool:
+        """Whether the name stands before the object."""
+        return "{name}" in self.begin
+
+
+_WRITTEN: Final[abc.Mapping["ToolCallForm", CallWriting]] = {
+    ToolCallForm.HERMES: CallWriting(f"{_TAG}\n", f"\n{_END_TAG}", "\n"),
+    ToolCallForm.LLAMA3_JSON: CallWriting("", "", "; ", arguments="parameters"),
+    ToolCallForm.MISTRAL: CallWriting("", "", ", ", opening=f"{_CALLS_TAG}[", closing="]"),
+}
+_WRITTEN_NAMES_FIRST: Final = CallWriting(f"{_CALLS_TAG}{{name}}{_ARGUMENTS_TAG}", "", "")
+
+
+def writing_of(form: ToolCallForm | None, template: str | None) -> CallWriting | None:
+    """How a model of that form writes them, by its template where there are several ways."""
+    if form is ToolCallForm.MISTRAL and template is not None and _ARGUMENTS_TAG in template:
+        return _WRITTEN_NAMES_FIRST
+    return None if form is None else _WRITTEN[form]
 
 
 TAGS: Final[abc.Mapping[ToolCallForm, tuple[str, ...]]] = {
@@ -96,7 +136,8 @@ def form_of(template: str | None) -> ToolCallForm | None:
 class ToolCallParser:
     """Parts the text of one answer into content and calls.
 
-    `names` are those of the tools. Behind `max_calls` calls all text is content.
+    `names` are those of the tools. Behind `max_calls` calls all text is content. `is_apart` says that the
+    answer is held to be either text or calls.
     """
 
     __slots__ = (
@@ -104,19 +145,28 @@ class ToolCallParser:
         "_form",
         "_gap",
         "_held",
+        "_is_apart",
         "_is_behind_call",
         "_is_in_list",
+        "_is_text",
         "_max_calls",
         "_names",
         "num_calls",
     )
 
     def __init__(
-        self, form: ToolCallForm, names: abc.Container[str], *, max_calls: int | None = None
+        self,
+        form: ToolCallForm,
+        names: abc.Container[str],
+        *,
+        max_calls: int | None = None,
+        is_apart: bool = False,
     ) -> None:
         self._form = form
         self._names = names
         self._max_calls = max_calls
+        self._is_apart = is_apart
+        self._is_text = False  # something has come that is of no call
         self.num_calls = 0
         self._attempt: _Attempt | None = None
         self._held: list[str] = []  # what the attempt has read
@@ -134,7 +184,7 @@ class ToolCallParser:
                 parts += self._content(text[position:start])
                 position = start
                 if start < len(text):
-                    self._attempt = _Attempt(self._form, text[start])
+                    self._attempt = _Attempt(self._form, text[start], needs_tag=self._needs_tag)
                 continue
             end, outcome = self._attempt.read(text, position)
             self._held.append(text[position:end])
@@ -152,12 +202,22 @@ class ToolCallParser:
             parts.append(self._taken_gap())
         return parts
 
+    @property
+    def _needs_tag(self) -> bool:
+        """Whether no call can begin here but with Mistral's tag."""
+        return self._is_apart and self._form is ToolCallForm.MISTRAL and not self.num_calls
+
     def _next_start(self, text: str, position: int) -> int:
         """Where the next attempt begins; the text's end when none does."""
         if self._max_calls is not None and self.num_calls >= self._max_calls:
             return len(text)
-        found = _START[self._form].search(text, position)
-        return len(text) if found is None else found.start()
+        start = _START_OF_TAG if self._needs_tag else _START[self._form]
+        found = start.search(text, position)
+        if found is None:
+            return len(text)
+        if self._is_apart and (self._is_text or text[position : found.start()].strip(_SPACE)):
+            return len(text)
+        return found.start()
 
     def _settled(self, *, is_call: bool) -> list[str | Called]:
         """What the attempt came to."""
@@ -189,6 +249,7 @@ class ToolCallParser:
                 return []
             self._is_behind_call = False
         kept = text.rstrip(_SPACE)
+        self._is_text = self._is_text or bool(kept)
         told: list[str | Called] = [self._taken_gap() + kept] if kept else []
         self._gap.append(text[len(kept) :])
         return told
@@ -311,16 +372,21 @@ class _Choice:
 
 
 class _Attempt:
-    """Reads what may be a call, piece by piece. `first` is the character that it begins with."""
+    """Reads what may be a call, piece by piece. `first` is the character that it begins with.
+
+    `needs_tag` says that Mistral's tag must stand before it.
+    """
 
     __slots__ = ("_left",)
 
-    def __init__(self, form: ToolCallForm, first: str) -> None:
+    def __init__(self, form: ToolCallForm, first: str, *, needs_tag: bool = False) -> None:
         pieces: list[_Piece | _Choice] = [_OneOf("{"), _Gap(), _OneOf(*_FIRST_NAMES), _Rest()]
         if form is ToolCallForm.HERMES:
             pieces = [_OneOf(_TAG), _Gap(), *pieces, _Gap(), _OneOf(_END_TAG)]
         elif first == "<":
             pieces = [_OneOf(_PYTHON_TAG), _Gap(), *pieces]
+        elif needs_tag:
+            pieces = [_OneOf("["), *_behind_tag(pieces)]
         elif first == "[":
             pieces = [_OneOf("["), _Choice({"T": _behind_tag(pieces)}, [_Gap(), *pieces])]
         self._left = pieces[::-1]
@@ -360,6 +426,7 @@ _START: Final = {
     ToolCallForm.LLAMA3_JSON: re.compile("[<{]"),
     ToolCallForm.MISTRAL: re.compile(r"[\[{]"),
 }
+_START_OF_TAG: Final = re.compile(r"\[")
 _BETWEEN: Final = {
     ToolCallForm.HERMES: re.compile(rf"[{_SPACE}]*"),
     ToolCallForm.LLAMA3_JSON: re.compile(rf"[{_SPACE};]*"),
@@ -380,7 +447,12 @@ def _call(text: str, names: abc.Container[str]) -> Called | None:
         return None
     name, _ = members.get("name", (None, ""))
     given = [members[key] for key in ("arguments", "parameters") if key in members]
-    if not isinstance(name, str) or name not in names or len(given) != 1 or not members.keys() <= set(_NAMES):
+    if (
+        not isinstance(name, str)
+        or name not in names
+        or len(given) != 1
+        or not members.keys() <= set(CALL_NAMES)
+    ):
         return None
     ((arguments, as_written),) = given
     return Called(name, as_written) if isinstance(arguments, dict) else None

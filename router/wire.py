@@ -14,7 +14,7 @@ from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from router import ride
 from router import scheduler_session as session
 from router.call import Ended, Grown, News, PromptSeen
-from router.constraints import Choice, Constraint, JsonSchema, Regex
+from router.constraints import MAX_TAGS, Choice, Constraint, JsonOrTagged, JsonSchema, Regex, Tagged
 from router.request_log import (
     ChoiceLog,
     Delta,
@@ -143,6 +143,16 @@ def _constraint(sampling: common_pb2.SamplingParams) -> Constraint | None:
             return Regex(sampling.regex)
         case "choice":
             return Choice(sampling.choice.values)
+        case "json_or_tagged":
+            either = sampling.json_or_tagged
+            return JsonOrTagged(
+                either.json_schema,
+                [Tagged(tag.begin, tag.json_schema, tag.end) for tag in either.tags[: MAX_TAGS + 1]],
+                either.opening,
+                either.separator,
+                either.closing,
+                either.max_tags if either.HasField("max_tags") else None,
+            )
         case _:
             return None
 
@@ -265,7 +275,18 @@ def sampling_params(params: SamplingParams) -> common_pb2.SamplingParams:
             message.regex = pattern
         case Choice(values):
             message.choice.values.extend(values)
+        case JsonOrTagged():
+            _put_either(message.json_or_tagged, params.constraint)
     return message
+
+
+def _put_either(message: common_pb2.JsonOrTagged, either: JsonOrTagged) -> None:
+    message.json_schema = either.text
+    for tag in either.tags:
+        message.tags.add(begin=tag.begin, json_schema=tag.text, end=tag.end)
+    message.opening, message.separator, message.closing = either.opening, either.separator, either.closing
+    if either.max_tags is not None:
+        message.max_tags = either.max_tags
 
 
 def defaults(values: Defaults) -> common_pb2.SamplingParams:

@@ -107,6 +107,7 @@ class SamplingParams(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    JSON_OR_TAGGED_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits; 0 takes the most likely token, whatever else is set. 0 to 100. Default: the model's
     generation config, else 1.
@@ -186,6 +187,10 @@ class SamplingParams(_message.Message):
     def choice(self) -> Global___Choices:
         """One of these strings."""
 
+    @_builtins.property
+    def json_or_tagged(self) -> Global___JsonOrTagged:
+        """JSON, or JSON between fixed texts, as models write calls of tools."""
+
     def __init__(
         self,
         *,
@@ -209,10 +214,11 @@ class SamplingParams(_message.Message):
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         choice: Global___Choices | None = ...,
+        json_or_tagged: Global___JsonOrTagged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "json_or_tagged", b"json_or_tagged", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "json_or_tagged", b"json_or_tagged", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -238,7 +244,7 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
-    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "choice"]  # noqa: Y015
+    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "choice", "json_or_tagged"]  # noqa: Y015
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
@@ -292,6 +298,86 @@ class Choices(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class JsonOrTagged(_message.Message):
+    """An output that is either an answer or calls of tools, in whatever form a model was taught to write them. All schemas
+    and texts together have at most 262,144 bytes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    SEPARATOR_FIELD_NUMBER: _builtins.int
+    CLOSING_FIELD_NUMBER: _builtins.int
+    MAX_TAGS_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """The output is JSON that is valid under this schema ({} is any JSON object), or what the other fields say."""
+    opening: _builtins.str
+    """Stands before the first of them. This text, like all those below, has at most 256 characters, or none. Where
+    the text of one of the vocabulary's special tokens stands in them, it is that token.
+    """
+    separator: _builtins.str
+    """Stands between two of them."""
+    closing: _builtins.str
+    """Stands behind the last."""
+    max_tags: _builtins.int
+    """The most of them; 1 to 256. Absent: any number."""
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tagged]:
+        """What the output is else made of: one of these or several, each of which may come again. 1 to 256 of them."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        tags: _abc.Iterable[Global___Tagged] | None = ...,
+        opening: _builtins.str = ...,
+        separator: _builtins.str = ...,
+        closing: _builtins.str = ...,
+        max_tags: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tags", b"_max_tags", "max_tags", b"max_tags"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tags", b"_max_tags", "closing", b"closing", "json_schema", b"json_schema", "max_tags", b"max_tags", "opening", b"opening", "separator", b"separator", "tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tags: _TypeAlias = _typing.Literal["max_tags"]  # noqa: Y015
+    _WhichOneofArgType__max_tags: _TypeAlias = _typing.Literal["_max_tags", b"_max_tags"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tags) -> _WhichOneofReturnType__max_tags | None: ...
+
+Global___JsonOrTagged: _TypeAlias = JsonOrTagged  # noqa: Y015
+
+@_typing.final
+class Tagged(_message.Message):
+    """JSON between two fixed texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    begin: _builtins.str
+    """Stands before the JSON."""
+    json_schema: _builtins.str
+    """A JSON schema; {} is any JSON object."""
+    end: _builtins.str
+    """Stands behind the JSON."""
+    def __init__(
+        self,
+        *,
+        begin: _builtins.str = ...,
+        json_schema: _builtins.str = ...,
+        end: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "json_schema", b"json_schema"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tagged: _TypeAlias = Tagged  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):

@@ -38,6 +38,7 @@ from router.http.reading import Bodies
 from router.http.response_answer import ResponseAnswer
 from router.http.responses import NAMES, AskedResponse
 from router.http.shapes import CallShape, ChatShape, CompletionShape, Shape, ToolsShape
+from router.http.text_or_calls import with_calls
 from router.http.tools import ForcedFunction, OfferedTools
 from router.intake import Arrival, Intake
 from router.key_file import Doorkeeper
@@ -147,14 +148,15 @@ class HttpApp:
 
     async def _chat(self, exchange: Exchange) -> None:
         body = await self._body(exchange)
-        asked: Asked = await self._read("chat", body)
+        asked: Asked = with_calls(await self._read("chat", body), self._intake.model.call_writing)
         exchange.names = asked.names
         await self._generate(exchange, body, asked, self._by_choices(asked, self._chat_shape(asked)))
 
     async def _respond(self, exchange: Exchange) -> None:
         exchange.names = NAMES
         body = await self._body(exchange)
-        asked: AskedResponse = await self._read("response", body)
+        read: AskedResponse = await self._read("response", body)
+        asked = with_calls(read, self._intake.model.call_writing)
         exchange.names = asked.names
         await self._generate(exchange, body, asked, self._by_items(asked))
 
@@ -171,9 +173,10 @@ class HttpApp:
     def _call_parser(self, asked: Asked) -> abc.Callable[[], ToolCallParser] | None:
         """What finds calls in an answer's text, each time anew; None where none are to be found."""
         match asked.tool_use:
-            case OfferedTools(names, max_calls, schema):
+            case OfferedTools(names, max_calls, schema, functions):
                 form = self._intake.model.tool_call_form if schema is None else ToolCallForm.LLAMA3_JSON
-                return form and partial(ToolCallParser, form, names, max_calls=max_calls)
+                is_apart = bool(functions)
+                return form and partial(ToolCallParser, form, names, max_calls=max_calls, is_apart=is_apart)
         return None
 
     def _call_id(self) -> abc.Callable[[], str]:

@@ -246,21 +246,23 @@ def held(
 ) -> tuple[ForcedFunction | OfferedTools | None, Constraint | None, dict[str, str]]:
     """The three as they are in force beside each other. Raises RequestError when they cannot be.
 
-    `parallel` is what the client says of several calls in one answer.
+    `parallel` is what the client says of several calls in one answer. A schema is one of text: it says
+    nothing of calls, whether the answer may call or must.
     """
+    if tool_use is not None and constraint is not None and not isinstance(constraint, JsonSchema):
+        name = names[field_of(constraint)]
+        raise invalid(
+            name,
+            f"{name} is given beside tools that the answer may call, and calls do not match it; set "
+            "tool_choice to none, or hold the text to a JSON schema",
+        )
     if tool_use is not None and tool_use.schema is not None:
-        if constraint is not None:
-            name = names[field_of(constraint)]
-            raise invalid(
-                name, f"{name} is given beside tool_choice, which holds the output to a tool's schema"
-            )
         constraint = JsonSchema(tool_use.schema)
         where_held = tool_use.where_held if isinstance(tool_use, ForcedFunction) else "tools"
         return tool_use, constraint, {field_of(constraint): where_held}
     if isinstance(tool_use, OfferedTools):
-        # What the client holds the output to is no call; of several calls it may want no more than one.
-        max_calls = 1 if parallel is False else None
-        tool_use = None if constraint is not None else replace(tool_use, max_calls=max_calls)
+        functions = () if constraint is None else tool_use.functions
+        tool_use = replace(tool_use, max_calls=1 if parallel is False else None, functions=functions)
     return tool_use, constraint, names
 
 

@@ -6,16 +6,11 @@ function's fields stand. Pure; it must not know the other fields of a body, or h
 
 from collections import abc
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from router.http.fields import Fields, checked, json_text, shown, unserved
+from router.json_schemas import moved
 from rpc.errors import invalid
-
-# What stands behind these words of JSON schema is no schema, or has schemas behind names of the client's own.
-_KEYWORDS_OF_DATA: Final = frozenset({"const", "enum", "default", "examples"})
-_KEYWORDS_OF_NAMES: Final = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +31,14 @@ class ForcedFunction:
 class OfferedTools:
     """Tools that the answer may call: calls are to be found in its text, at most `max_calls` (None: all).
 
-    `schema` is what the output is held to, one call as bare JSON; None when it may say anything.
+    `schema` is what the output is held to, one call as bare JSON; None when it may say anything. `functions`
+    are there when the client holds text to a schema of its own: the answer is such text, or calls of them.
     """
 
     names: frozenset[str]
     max_calls: int | None = None
     schema: str | None = None
+    functions: tuple["Function", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ def tool_use_of(choice: object, functions: list[Function]) -> ForcedFunction | O
             return None
         case None | "auto":
             names = frozenset(function.name for function in functions)
-            return OfferedTools(names) if names else None
+            return OfferedTools(names, functions=tuple(functions)) if names else None
         case "required":
             if not functions:
                 raise invalid("tool_choice", "tool_choice is required and there are no tools; it needs one")
@@ -135,43 +132,21 @@ def _forced(function: Function, finish_reason: str) -> ForcedFunction:
 
 def _any_of(functions: list[Function]) -> OfferedTools:
     """A call of whichever tool, in the form of JSON that `tool_calls` reads."""
-    calls = []
-    for function in functions:
-        try:
-            root = f"#/anyOf/{function.position}/properties/arguments"
-            arguments = _moved(function.parameters, root)
-        except RecursionError as error:
-            where = function.where_held
-            raise invalid(where, f"{where} is nested too deeply") from error
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function.name}, "arguments": arguments},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+    calls = [call_schema(function, f"#/anyOf/{function.position}") for function in functions]
     names = frozenset(function.name for function in functions)
     return OfferedTools(names, schema=json_text({"anyOf": calls}, "tools"))
 
 
-def _moved(schema: Any, to: str) -> Any:
-    """A schema that stands within another at `to`: what it calls its root is there."""
-    match schema:
-        case {"$id": _}:  # the root of its own references
-            return schema
-        case dict():
-            return {name: _moved_keyword(name, value, to) for name, value in schema.items()}
-        case list():
-            return [_moved(entry, to) for entry in schema]
-    return schema
-
-
-def _moved_keyword(name: str, value: Any, to: str) -> Any:
-    if name in _KEYWORDS_OF_DATA:
-        return value
-    if name in _KEYWORDS_OF_NAMES and isinstance(value, dict):  # the names within are the client's own
-        return {own: _moved(schema, to) for own, schema in value.items()}
-    if name == "$ref" and isinstance(value, str) and value.startswith("#"):
-        return to + value[1:]
-    return _moved(value, to)
+def call_schema(function: Function, root: str, arguments: str = "arguments") -> dict[str, Any]:
+    """A call of the function as JSON, its schema to stand at `root`. Raises RequestError."""
+    try:
+        parameters = moved(function.parameters, f"{root}/properties/{arguments}")
+    except RecursionError as error:
+        where = function.where_held
+        raise invalid(where, f"{where} is nested too deeply") from error
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, arguments: parameters},
+        "required": ["name", arguments],
+        "additionalProperties": False,
+    }

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.constraints import Choice, Constraint, ConstraintError, Constraints, JsonSchema, Matcher, Regex
+from executor.constraints import (
+    Choice,
+    Constraint,
+    ConstraintError,
+    Constraints,
+    JsonOrTagged,
+    JsonSchema,
+    Matcher,
+    Regex,
+    Tagged,
+)
 from tests.rig.tiny_model import BOS_ID, EOS_ID, IM_END_ID, IM_START_ID, VOCAB_SIZE
 
 PERSON = JsonSchema(
@@ -82,6 +92,66 @@ def test_only_what_matches_may_be_said_and_then_the_end(constraints: Constraints
     for byte in b"wohl":
         matcher.take(byte)
     assert ids_of(matcher) == {EOS_ID, IM_END_ID}, "nothing can follow: it must end"
+
+
+NULL = JsonSchema('{"type": "null"}').text
+EITHER = JsonOrTagged(
+    '{"const": "é"}',
+    (Tagged("a<|im_start|>\n", NULL, "<s>"), Tagged("<|im_start|>b", NULL, "</s>.")),
+    opening="(",
+    separator=", ",
+    closing=")",
+    max_tags=3,
+)
+
+
+def ids_said(constraints: Constraints, constraint: Constraint, ids: Sequence[int]) -> list[int]:
+    """As many of the ids as may come; an end token behind them when it may."""
+    matcher, told = constraints.matcher(constraint, []), []
+    for token_id in ids:
+        if token_id not in ids_of(matcher):
+            return told
+        matcher.take(token_id)
+        told.append(token_id)
+    return [*told, EOS_ID] if EOS_ID in ids_of(matcher) else told
+
+
+def test_json_or_what_stands_between_tags(constraints: Constraints) -> None:
+    json_text = [
+        ord('"'),
+        TOKENS.index("é".encode()),
+        ord('"'),
+    ]  # where one thing may come, its longest token
+    first, second = [*b"a", IM_START_ID, *b"\nnull", BOS_ID], [IM_START_ID, *b"bnull</s>."]
+    assert ids_said(constraints, EITHER, json_text) == [*json_text, EOS_ID]
+    for calls in ([first], [second], [second, first], [first, first, second]):
+        text = [*b"(", *calls[0]]
+        for call in calls[1:]:
+            text += [*b", ", *call]
+        text += b")"
+        assert ids_said(constraints, EITHER, text) == [*text, EOS_ID]
+    four = [*b"(", *first, *b", ", *first, *b", ", *first, *b", "]
+    assert ids_said(constraints, EITHER, four) == four[:-2]
+    assert ids_said(constraints, EITHER, [*b"(", *first]) == [*b"(", *first]
+
+
+def test_a_special_token_in_a_tag_is_that_token_and_not_its_letters(constraints: Constraints) -> None:
+    assert ids_said(constraints, EITHER, [*b"(a<|im_start|>"]) == [*b"(a"]
+    # What ends an output does so wherever it stands: it has letters alone.
+    assert ids_said(constraints, EITHER, [*b"(", IM_START_ID, *b"bnull", EOS_ID]) == [
+        *b"(", IM_START_ID, *b"bnull",
+    ]  # fmt: skip
+
+
+def test_either_goes_on_behind_what_was_said_before(constraints: Constraints) -> None:
+    matcher = constraints.matcher(EITHER, [*b"(a", IM_START_ID])
+    assert ids_of(matcher) == {ord("\n")}
+
+
+def test_either_without_tags_or_with_what_is_no_schema_is_a_fault(constraints: Constraints) -> None:
+    for wrong in (JsonOrTagged("{}", ()), JsonOrTagged("[]", EITHER.tags)):
+        with pytest.raises(ConstraintError):
+            constraints.matcher(wrong, []).allowed()
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=60))

@@ -38,7 +38,8 @@ def served(
     """The tiny model's, with a template that knows tools."""
     folder = shutil.copytree(tiny_model_folder, tmp_path_factory.mktemp("with_tools") / "tiny")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ tools | tojson if tools }}" + config["chat_template"]
+    form = "{# as <tool_call>, in hermes' form #}"
+    config["chat_template"] = form + "{{ tools | tojson if tools }}" + config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with cluster.assembling(folder) as running:
         running.start_executor("--num-blocks", "1024")
@@ -137,6 +138,80 @@ def test_one_of_several_tools_is_called_with_arguments_of_its_schema(served: tup
         jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])
         called.add(call["function"]["name"])
     assert "plant" in called, "the one whose schema refers to itself"
+
+
+def test_an_answer_is_text_of_the_schema_or_calls_of_tools(served: tuple[Cluster, str]) -> None:
+    """At random, as this model chooses: both come, and each is told as what it is."""
+    _, url = served
+    parameters = {"type": "object", "properties": {"to": {"enum": [1, 2]}}, "required": ["to"]}
+    parameters["additionalProperties"] = False
+    functions = [{"name": name, "parameters": parameters} for name in ("walk", "run")]
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}},
+        "logit_bias": {str(ord("<")): 6.0},
+        "max_tokens": 300,
+        "temperature": 1.0,
+        "seed": 1,
+        "n": 12,
+    }
+    told = httpx2.post(url + "/v1/chat/completions", json=body, timeout=60).json()["choices"]
+    for choice in told:
+        message = choice["message"]
+        if choice["finish_reason"] == "stop":
+            assert is_valid(message["content"])
+            assert "tool_calls" not in message
+            continue
+        assert (choice["finish_reason"], message["content"]) == ("tool_calls", None) or (
+            choice["finish_reason"] == "length"
+        )
+        for call in message.get("tool_calls", []):
+            jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+    assert {"stop", "tool_calls"} <= {choice["finish_reason"] for choice in told}
+    streamed = httpx2.post(url + "/v1/chat/completions", json=body | {"stream": True}, timeout=60).text
+    contents, calls = dict.fromkeys(range(12), ""), {i: [] for i in range(12)}
+    for line in streamed.splitlines():
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else []:
+            contents[choice["index"]] += choice["delta"].get("content") or ""
+            calls[choice["index"]] += choice["delta"].get("tool_calls", [])
+    for choice in told:
+        i = choice["index"]
+        whole = [call["function"] for call in choice["message"].get("tool_calls", [])]
+        assert contents[i] == (choice["message"]["content"] or "")
+        assert [call["function"] for call in calls[i]] == whole
+    tools = [{"type": "function", **function} for function in functions]
+    body = {"input": "Hi", "tools": tools, "max_output_tokens": 300, "temperature": 1.0}
+    body["text"] = {"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA}}
+    body["logit_bias"] = {str(ord("<")): 6.0}
+    seen = set()
+    for seed in range(12):
+        answer = httpx2.post(url + "/v1/responses", json=body | {"seed": seed}, timeout=60).json()
+        if answer["status"] == "completed":
+            kinds = {item["type"] for item in answer["output"]}
+            assert len(kinds) == 1, "it is one or the other"
+            seen |= kinds
+    assert seen == {"message", "function_call"}
+
+
+def test_which_schema_cannot_be_kept_to_is_named(served: tuple[Cluster, str]) -> None:
+    _, url = served
+    good, wrong = {"type": "object"}, {"type": "object", "properties": {"a": {"uniqueItems": True}}}
+    for schema, parameters, param in (
+        (wrong, good, "response_format.json_schema.schema"),
+        (good, wrong, "tools[0].function.parameters"),
+    ):
+        body = {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        }
+        answer = httpx2.post(url + "/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param} cannot be kept to: ")
+        assert 'properties.a has "uniqueItems", which no output can be held to here' in error["message"]
 
 
 def test_neighbours_and_a_preemption_change_nothing(tiny_model_folder: Path) -> None:

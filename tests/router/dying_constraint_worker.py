@@ -13,7 +13,7 @@ from typing import Any
 from router import constraint_worker
 
 
-def fault(_kind: str, value: Any, _tokenizer: object) -> str | None:
+def fault(_kind: str, value: Any, _tokenizer: object) -> tuple[str, str] | None:
     how, _, file = value.partition(":")
     trials = Path(file)
     is_first = not trials.exists()

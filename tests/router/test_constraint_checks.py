@@ -8,8 +8,10 @@ import grpc
 import pytest
 
 from router.constraint_checks import ConstraintChecks
-from router.constraints import Choice, Constraint, JsonSchema, Regex
+from router.constraints import Choice, Constraint, JsonOrTagged, JsonSchema, Regex, Tagged
 from rpc.errors import RequestError
+
+TAGGED = Tagged("<call>\n", '{"type": "object"}', "\n</call>")
 
 
 @contextlib.asynccontextmanager
@@ -27,6 +29,8 @@ async def test_what_can_be_kept_to_is_taken() -> None:
             opened.check(JsonSchema("{}")),
             opened.check(Regex(r"\d{3}|[a-z]{1,100000}|.*")),
             opened.check(Choice(["a", "é😀", '"\n\\'])),
+            opened.check(JsonOrTagged("{}", [TAGGED], '"\n\\[', ", ", "é]", 3)),
+            opened.check(JsonOrTagged("{}", [TAGGED, TAGGED])),
         )
 
 
@@ -36,15 +40,17 @@ async def test_what_can_be_kept_to_is_taken() -> None:
         (Regex("("), "sampling.regex cannot be kept to: unclosed group"),
         (Regex("(?=a)b"), "look-around"),
         (Regex("(a{1000}){1000}"), "too many expressions|takes too long"),
-        (JsonSchema('{"type": "objct"}'), "sampling.json_schema cannot be kept to: Invalid type: objct"),
-        (JsonSchema('{"not": {}}'), "Unimplemented keys"),
-        (JsonSchema('{"enum": []}'), "Unsatisfiable schema"),
+        (JsonSchema('{"type": "objct"}'), 'sampling.json_schema cannot be kept to: it has the type "objct"'),
+        (JsonSchema('{"enum": []}'), "it can be matched by nothing"),
+        (JsonOrTagged('{"not": {}}', [TAGGED]), r'tagged\.json_schema cannot be kept to: it has "not"'),
+        (
+            JsonOrTagged("{}", [TAGGED, Tagged("<", '{"properties": {"a": {"not": {}}}}', "")]),
+            r'sampling\.json_or_tagged\.tags\[1\]\.json_schema cannot be kept to: properties\.a has "not"',
+        ),
         (JsonSchema('{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'), "nothing can match it"),
     ],
 )
-async def test_b99_b100_what_cannot_is_refused_with_the_librarys_reason(
-    constraint: Constraint, why: str
-) -> None:
+async def test_b99_b100_what_cannot_is_refused_with_the_reason(constraint: Constraint, why: str) -> None:
     async with checks() as opened:
         for _ in range(2):  # tried, and remembered
             with pytest.raises(RequestError, match=why) as caught:

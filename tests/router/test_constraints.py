@@ -2,8 +2,18 @@ import pytest
 
 import executor.constraints
 from router import constraint_worker
-from router.constraints import Choice, Constraint, JsonSchema, Regex, checked_form
+from router.constraints import (
+    Choice,
+    Constraint,
+    JsonOrTagged,
+    JsonSchema,
+    Regex,
+    Tagged,
+    checked_form,
+)
 from rpc.errors import RequestError
+
+TAGGED = Tagged("<", "{}", ">")
 
 
 @pytest.mark.parametrize(
@@ -14,6 +24,7 @@ from rpc.errors import RequestError
         Regex("x" * 4096),
         Choice(["é"] * 1024),
         Choice(["a" * 256]),
+        JsonOrTagged("{}", (TAGGED,) * 256, "a" * 256, max_tags=256),
     ],
 )
 def test_what_is_within_the_limits_is_taken(constraint: Constraint) -> None:
@@ -33,6 +44,26 @@ def test_what_is_within_the_limits_is_taken(constraint: Constraint) -> None:
         (Choice([]), r"sampling\.choice has 0 values; it must have 1 to 1024"),
         (Choice(["a"] * 1025), r"sampling\.choice has 1025 values"),
         (Choice(["a", "b\x7f"]), r"sampling\.choice\[1\] holds the control character U\+007F"),
+        (JsonOrTagged("{}", []), r"sampling\.json_or_tagged\.tags has 0 entries; it must have 1 to 256"),
+        (JsonOrTagged("{}", [TAGGED] * 257), r"tags has 257 entries"),
+        (
+            JsonOrTagged("{}", [TAGGED], max_tags=0),
+            r"json_or_tagged\.max_tags is 0; it must be from 1 to 256",
+        ),
+        (JsonOrTagged("[]", [TAGGED]), r"sampling\.json_or_tagged\.json_schema must be a JSON object"),
+        (
+            JsonOrTagged("{}", [TAGGED, Tagged("", "x", "")]),
+            r"sampling\.json_or_tagged\.tags\[1\]\.json_schema is not JSON",
+        ),
+        (
+            JsonOrTagged("{}", [Tagged("a" * 257, "{}", "")]),
+            r"json_or_tagged\.tags\[0\]\.begin has 257 characters; at most 256",
+        ),
+        (JsonOrTagged("{}", [TAGGED], closing="\x7f"), r"json_or_tagged\.closing holds .* U\+007F"),
+        (
+            JsonOrTagged("{}", [Tagged("", " " * 65_000 + "{}", "")] * 5),
+            r"sampling\.json_or_tagged has 325012 bytes in its schemas and texts; at most 262144",
+        ),
         (Choice(["a", ""]), r"sampling\.choice\[1\] has 0 characters; it must have 1 to 256"),
     ],
 )
@@ -47,6 +78,20 @@ def test_the_executor_builds_what_was_tried() -> None:
     assert theirs.WHITESPACE == constraint_worker.WHITESPACE
     for schema in ("{}", '{"type": "string", "x-guidance": {"whitespace_flexible": true}}'):
         assert theirs.grammar(theirs.JsonSchema(schema)) == constraint_worker.grammar("json_schema", schema)
+    tags = [("<a>\n", '{"type": "null"}', ""), ('"\\é', "{}", "</a>")]
+    for opening, separator, closing, max_tags in (("[", ", ", "]", 3), ("", "", "", None), ("", "; ", "", 1)):
+        either = theirs.JsonOrTagged(
+            "{}", tuple(theirs.Tagged(*tag) for tag in tags), opening, separator, closing, max_tags
+        )
+        value = {
+            "json_schema": "{}",
+            "tags": tags,
+            "opening": opening,
+            "separator": separator,
+            "closing": closing,
+            "max_tags": max_tags,
+        }
+        assert theirs.grammar(either) == constraint_worker.grammar("json_or_tagged", value)
     assert theirs.grammar(theirs.Regex('a/b\n"')) == constraint_worker.grammar("regex", 'a/b\n"')
     values = ['"', "é😀", "\n\\"]
     assert theirs.grammar(theirs.Choice(tuple(values))) == constraint_worker.grammar("choice", values)

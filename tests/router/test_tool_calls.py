@@ -18,10 +18,14 @@ NOW = Called("time", "{}")
 
 
 def parsed(
-    form: ToolCallForm, *pieces: str, tools: set[str] = TOOLS, max_calls: int | None = None
+    form: ToolCallForm,
+    *pieces: str,
+    tools: set[str] = TOOLS,
+    max_calls: int | None = None,
+    is_apart: bool = False,
 ) -> tuple[str, list[Called]]:
     """All content in one, and all calls."""
-    parser = ToolCallParser(form, tools, max_calls=max_calls)
+    parser = ToolCallParser(form, tools, max_calls=max_calls, is_apart=is_apart)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
     calls = [part for part in parts if isinstance(part, Called)]
     assert len(calls) == parser.num_calls
@@ -261,6 +265,35 @@ def test_any_cutting_gives_the_same(form: ToolCallForm, scraps: list[str], data:
     assert parsed(form, *cut(text, data.draw(st.lists(st.integers(0, len(text)), max_size=5)))) == whole
     if not whole[1]:
         assert whole[0] == text
+
+
+@given(
+    form=st.sampled_from(ToolCallForm),
+    scraps=st.lists(SCRAPS | st.text(max_size=3)),
+    data=st.data(),
+)
+def test_any_cutting_gives_the_same_where_text_and_calls_are_apart(
+    form: ToolCallForm, scraps: list[str], data: st.DataObject
+) -> None:
+    text = "".join(scraps)
+    whole = parsed(form, text, is_apart=True)
+    at = data.draw(st.lists(st.integers(0, len(text)), max_size=5))
+    assert parsed(form, *text, is_apart=True) == parsed(form, *cut(text, at), is_apart=True) == whole
+    if not whole[1]:
+        assert whole[0] == text
+    assert all(call in parsed(form, text)[1] for call in whole[1])
+
+
+@pytest.mark.parametrize("form", ToolCallForm)
+def test_behind_text_there_is_no_call_where_they_are_apart(form: ToolCallForm) -> None:
+    call = WRITTEN[form]("time", "{}")
+    for text in ("{}", "x ", '"', "[1]"):
+        assert parsed(form, text + call, is_apart=True) == (text + call, [])
+
+
+def test_a_list_without_a_tag_is_text_where_they_are_apart() -> None:
+    assert parsed(MISTRAL, mistral("time", "{}"), is_apart=True) == (mistral("time", "{}"), [])
+    assert parsed(MISTRAL, "[TOOL_CALLS]" + mistral("time", "{}"), is_apart=True) == ("", [NOW])
 
 
 @given(form=st.sampled_from(ToolCallForm), text=st.text() | st.lists(SCRAPS).map("".join))

@@ -9,7 +9,7 @@ from protos.v1 import common_pb2, router_pb2, scheduler_pb2
 from router import scheduler_session as session
 from router import wire
 from router.call import failure
-from router.constraints import Choice, Constraint, JsonSchema, Regex
+from router.constraints import Choice, Constraint, JsonOrTagged, JsonSchema, Regex, Tagged
 from router.request_log import End, FinishReason, SamplingParams, TokenLogprobs
 from router.validation import Conversation, SamplingRequest
 from rpc.errors import RequestError
@@ -238,6 +238,23 @@ def test_a_message_that_only_a_newer_scheduler_knows_is_ignored() -> None:
         (common_pb2.SamplingParams(json_schema=""), JsonSchema("")),
         (common_pb2.SamplingParams(regex="("), Regex("(")),
         (common_pb2.SamplingParams(choice=common_pb2.Choices(values=["a", "b"])), Choice(["a", "b"])),
+        (
+            common_pb2.SamplingParams(
+                json_or_tagged=common_pb2.JsonOrTagged(
+                    json_schema="{}",
+                    tags=[common_pb2.Tagged(begin="a", json_schema="[]", end="b")],
+                    opening="c",
+                    separator="d",
+                    closing="e",
+                    max_tags=5,
+                )
+            ),
+            JsonOrTagged("{}", [Tagged("a", "[]", "b")], "c", "d", "e", 5),
+        ),
+        (
+            common_pb2.SamplingParams(json_or_tagged=common_pb2.JsonOrTagged(json_schema="{}")),
+            JsonOrTagged("{}", []),
+        ),
     ],
 )
 def test_constraints_are_read_and_handed_on(
@@ -249,6 +266,7 @@ def test_constraints_are_read_and_handed_on(
     sent = wire.sampling_params(sampling(constraint=kept))
     assert sent.WhichOneof("constraint") == params.WhichOneof("constraint")
     assert sent.choice == params.choice
+    assert sent.json_or_tagged == params.json_or_tagged
 
 
 def test_variables_of_the_template_come_as_they_were_written() -> None:

@@ -15,7 +15,7 @@ from router.constraints import Choice, Constraint, JsonSchema, Regex
 from router.http import asked
 from router.http.asked import MAX_CHOICES_IN_ALL, Asked
 from router.http.fields import Fields, parsed
-from router.http.tools import ForcedFunction, OfferedTools
+from router.http.tools import ForcedFunction, Function, OfferedTools
 from router.validation import Conversation, Limits, checked
 from rpc.errors import RequestError
 
@@ -407,7 +407,11 @@ def test_what_an_output_is_held_to(fields: dict[str, object], constraint: Constr
 def test_b99_one_output_is_held_to_one_thing() -> None:
     assert refusal(completion, regex="a", choice=["a"]).field == "choice"
     assert refusal(completion, regex="a", response_format={"type": "json_object"}).field == "regex"
-    assert refusal(chat, regex="a", tools=[WEATHER], tool_choice="required").field == "regex"
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
+        refused = refusal(chat, regex="a", tools=[WEATHER], tool_choice=choice)
+        assert refused.field == "regex"
+        assert "set tool_choice to none" in refused.message
+    assert chat(regex="a", tools=[WEATHER], tool_choice="none").requests[0].sampling.constraint == Regex("a")
     assert refusal(completion, json_schema=5).field == "json_schema"
     assert refusal(completion, choice=[None]).field == "choice[0]"
     as_vllm = {"regex": "a", "choice": ["a"]}
@@ -430,6 +434,7 @@ def test_a_forced_function_holds_the_output_to_its_parameters(choice: object, fi
     assert asked.names["sampling.json_schema"] == "tools[0].function.parameters"
 
 
+FUNCTION = Function("weather", WEATHER["function"]["parameters"], 0, "tools[0].function.parameters")  # type: ignore[index]
 PLACES = {
     "type": "object",
     "$defs": {"place": {"type": "object", "properties": {"near": {"$ref": "#/$defs/place"}}}},
@@ -484,6 +489,15 @@ def test_arguments_of_a_call_are_an_object_where_the_schema_does_not_say_so(para
         assert schema == (NO_ARGUMENTS if parameters is None else {**parameters, "type": "object"})  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_forced_is_no_text_that_a_schema_could_hold(choice: object) -> None:
+    """As agents ask that force the first call, and want the last answer in a schema."""
+    forced = chat(tools=[WEATHER], tool_choice=choice)
+    both = chat(tools=[WEATHER], tool_choice=choice, response_format={"type": "json_object"})
+    assert both.requests[0].sampling.constraint == forced.requests[0].sampling.constraint
+    assert (both.tool_use, both.names) == (forced.tool_use, forced.names)
+
+
 def test_data_in_a_schema_stays_as_it_is_when_the_schema_is_moved() -> None:
     data = {"$ref": "#/as/it/is"}
     parameters = {
@@ -525,12 +539,16 @@ def test_a_schema_that_is_nested_too_deeply_is_refused_by_name() -> None:
         ({"parallel_tool_calls": False}, OfferedTools(frozenset({"weather"}), max_calls=1)),
         ({"tool_choice": "none"}, None),
         ({"tools": []}, None),
-        ({"regex": "a"}, None),
-        ({"response_format": {"type": "json_object"}}, None),
+        ({"regex": "a", "tool_choice": "none"}, None),
+        ({"response_format": {"type": "json_object"}, "tool_choice": "none"}, None),
+        (
+            {"response_format": {"type": "json_object"}, "parallel_tool_calls": False},
+            OfferedTools(frozenset({"weather"}), max_calls=1, functions=(FUNCTION,)),
+        ),
         ({"response_format": {"type": "text"}}, OfferedTools(frozenset({"weather"}))),
     ],
 )
-def test_calls_are_looked_for_where_tools_are_offered_and_the_output_is_free(
+def test_calls_are_looked_for_where_tools_are_offered(
     fields: dict[str, object], use: OfferedTools | None
 ) -> None:
     assert chat(**{"tools": [WEATHER], **fields}).tool_use == use

@@ -373,7 +373,18 @@ async def test_openais_client_has_its_calls_answered(serve: Serve) -> None:
         parsed = await client.responses.parse(model="tiny", input=given, tools=tools, text_format=Weather)
         assert parsed.output_parsed == Weather(mild=True)
         assert prompts[1].endswith("user\nMild?\nassistant\nLet me look.\ntool\n20 degrees\nassistant\n")
-        assert json.loads(rig.scheduler.submits[1].sampling.json_schema)["properties"].keys() == {"mild"}
+        either = rig.scheduler.submits[1].sampling.json_or_tagged
+        assert json.loads(either.json_schema)["properties"].keys() == {"mild"}
+        assert [tag.begin for tag in either.tags] == ["<tool_call>\n"] * 2
+
+        # The same from its first turn on, as agents ask.
+        given = [{"role": "user", "content": "Mild?"}]
+        said = said[said.index("<") :]
+        first = await client.responses.parse(model="tiny", input=given, tools=tools, text_format=Weather)
+        (item,) = first.output
+        assert item.type == "function_call"
+        assert (item.name, item.arguments) == TWO_CALLS[0]
+        assert first.output_parsed is None
 
 
 # --- failures ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from router.constraints import Constraint, JsonSchema, Regex
 from router.http import asked, responses
 from router.http.fields import parsed
 from router.http.responses import LOGPROBS, AskedResponse
-from router.http.tools import ForcedFunction, OfferedTools
+from router.http.tools import ForcedFunction, Function, OfferedTools
 from router.validation import MAX_TOOL_CALLS, Conversation
 from rpc.errors import RequestError
 
@@ -317,7 +317,13 @@ def test_a_template_sees_tools_as_in_a_chat_and_the_answer_as_they_came() -> Non
         ({"tool_choice": "auto"}, OfferedTools(frozenset({"weather"}))),
         ({"parallel_tool_calls": False}, OfferedTools(frozenset({"weather"}), max_calls=1)),
         ({"tool_choice": "none"}, None),
-        ({"text": {"format": {"type": "json_object"}}}, None),
+        (
+            {"text": {"format": {"type": "json_object"}}},
+            OfferedTools(
+                frozenset({"weather"}),
+                functions=(Function("weather", WEATHER["parameters"], 0, "tools[0].parameters"),),
+            ),
+        ),
     ],
 )
 def test_which_tools_may_be_called(fields: dict[str, Any], use: OfferedTools | None) -> None:
