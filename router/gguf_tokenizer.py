@@ -130,7 +130,15 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
 def special_token(metadata: dict[str, Any], name: str) -> str | None:
     """The text of the token that the metadata call `name` (bos, eos, …), None when they do not."""
     token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return None if token_id is None else str(metadata["tokenizer.ggml.tokens"][token_id])
+    if token_id is None:
+        return None
+    tokens = metadata["tokenizer.ggml.tokens"]
+    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        raise UnsupportedTokenizerError(
+            f"tokenizer.ggml.{name}_token_id is {token_id!r}; it must be the id of one of the {len(tokens)} "
+            "tokens"
+        )
+    return str(tokens[token_id])
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
@@ -207,10 +215,11 @@ def _add_template(
 ) -> None:
     """Make `encode` put the start and end tokens around a text, where the file asks for them."""
     before, after = [], []
-    if add_bos and metadata.get("tokenizer.ggml.bos_token_id") is not None:
+    if add_bos and special_token(metadata, "bos") is not None:
         before.append(metadata["tokenizer.ggml.bos_token_id"])
     if metadata.get("tokenizer.ggml.add_eos_token", False):
         after.append(_needed(metadata, "tokenizer.ggml.eos_token_id"))
+        special_token(metadata, "eos")  # refuses what is none
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*(tokens[i] for i in before), "$A", *(tokens[i] for i in after)],
         special_tokens=[(tokens[i], i) for i in {*before, *after}],

@@ -242,7 +242,7 @@ def _json_object(path: Path, *, needed: bool) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")

@@ -22,6 +22,7 @@ from router.chat import ChatError, ChatMessage, ChatTemplate, TemplateError
 from router.detokenizer import BYTE_TOKEN, ByteLevelDetokenizer, Detokenizer, PieceDetokenizer
 from router.model_files import ModelFiles, ModelFilesError
 
+MAX_TOKEN_IDS: Final = 1 << 24
 _MANY_TOKENS: Final = 2048
 # Texts up to this long are tokenized whole, whatever is wanted.
 _SHORT_CHARACTERS: Final = 64 * 1024
@@ -61,6 +62,11 @@ class Tokenizer:
         texts = {token_id: text for text, token_id in self._tokenizer.get_vocab().items()}
         self.vocab_size: int = max(texts, default=-1) + 1
         """Number of ids: one more than the largest."""
+        if self.vocab_size > MAX_TOKEN_IDS:  # tables are made up to the largest, whatever is between
+            raise ModelFilesError(
+                f"{files.name}: the id of token {texts[self.vocab_size - 1][:100]!r} is "
+                f"{self.vocab_size - 1}; at most {MAX_TOKEN_IDS - 1} is supported"
+            )
         self.fingerprint: str = _fingerprint(texts)
         """SHA-256 (hex) over each token's text in id order, each ended by a zero byte."""
         stages = _decoder_stages(self._tokenizer)

@@ -64,6 +64,13 @@ class LayerKind:
     """How many tokens a token sees, itself included; None is all that came before."""
 
 
+MAX_LAYERS = 1024
+"""Several times what the deepest models have. More is a damaged number, and is refused before any is made."""
+MAX_POSITIONS = 1 << 22
+"""Of one sequence: the longest context that models here are made for. Each position has a row in the rotary
+tables, so that a damaged number would take all memory."""
+
+
 def stretched_length(length: int, layers: tuple[LayerKind, ...]) -> int:
     """The longest sequence of a model made for `length` tokens: YaRN stretches it, in some layers or in all.
 
@@ -74,7 +81,13 @@ def stretched_length(length: int, layers: tuple[LayerKind, ...]) -> int:
     if any(each.kind == "dynamic" for each in scalings):
         return length
     stretched = (each for each in scalings if each.kind == "yarn")
-    return max([length, *(int(each.original_max_position_embeddings * each.factor) for each in stretched)])
+    return max(
+        [
+            length,
+            # A factor may be anything, and too much is refused by whoever knows the limit.
+            *(int(min(each.original_max_position_embeddings * each.factor, 2**62)) for each in stretched),
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,11 @@ class ModelConfig:
     logits_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
+        if self.max_seq_len > MAX_POSITIONS:
+            raise ModelError(
+                f"the longest sequence is {self.max_seq_len} tokens by the model's files; at most "
+                f"{MAX_POSITIONS} are supported."
+            )
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot be shared out over {self.num_kv_heads} key-value "

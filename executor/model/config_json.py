@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from executor.model.config import (
+    MAX_LAYERS,
     LayerKind,
     ModelConfig,
     Rope,
@@ -284,7 +285,7 @@ def _max_position_embeddings(raw: Settings, family: Family) -> int:
 
 def layer_kinds(raw: Settings, family: Family) -> tuple[LayerKind, ...]:
     """What each layer sees, and how it rotates."""
-    num_layers = raw.integer("num_hidden_layers")
+    num_layers = raw.integer("num_hidden_layers", at_most=MAX_LAYERS)
     types = raw.get("layer_types")
     if types is None:
         types = family.layer_types(raw, num_layers)

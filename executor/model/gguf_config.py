@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from executor.model.config import (
+    MAX_LAYERS,
     LayerKind,
     ModelConfig,
     Rope,
@@ -126,7 +127,7 @@ def config_from_metadata(
 
 
 def _layer_kinds(said: Settings, architecture: Architecture) -> tuple[LayerKind, ...]:
-    num_layers = said.integer("block_count")
+    num_layers = said.integer("block_count", at_most=MAX_LAYERS)
     scaling = rope_scaling(said)
     theta = said.number("rope.freq_base", default=architecture.rope_theta)
     full = LayerKind(Rope(theta, scaling))

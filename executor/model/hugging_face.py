@@ -20,6 +20,7 @@ from executor.model.token_bytes import of_tokenizer_json
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
+MAX_TOKEN_IDS = 1 << 24
 NUMBER_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -138,6 +139,13 @@ def vocabulary(raw: Mapping[str, Any], path: Path) -> dict[str, int]:
         tokens |= {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path}: the vocabulary cannot be read ({error!r}).") from error
+    for text, token_id in tokens.items():
+        # Tables are made up to the largest, whatever is between.
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < MAX_TOKEN_IDS:
+            raise ModelError(
+                f"{path}: the id of token {text[:100]!r} is {str(token_id)[:100]}; it must be a whole number "
+                f"from 0 to {MAX_TOKEN_IDS - 1}."
+            )
     return tokens
 
 

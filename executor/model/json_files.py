@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} does not exist: {path.parent} is not a Hugging Face model folder.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object.")

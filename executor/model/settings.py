@@ -3,12 +3,17 @@
 Knows no name of a setting, and no model.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from executor.model.errors import ModelError
+
+MAX_INTEGER: Final = 2**31 - 1
+"""No count or size of a model is larger: what is beyond it was damaged, or written by hand."""
+_MAX_SHOWN_BITS: Final = 256
+_MAX_SHOWN_CHARACTERS: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +33,28 @@ class Settings:
         """The value under `name`, whatever it is."""
         return self.values.get(self.prefix + name)
 
-    def integer(self, name: str, *, default: int | None = None, at_least: int = 1) -> int:
-        """The whole number >= `at_least` under `name`; `default` (None: required) when it is absent."""
+    def integer(
+        self, name: str, *, default: int | None = None, at_least: int = 1, at_most: int = MAX_INTEGER
+    ) -> int:
+        """The whole number from `at_least` to `at_most` under `name`.
+
+        `default` (None: required) is taken when it is absent.
+        """
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise self.wrong(name, f"a whole number of at least {at_least}")
+        if value > at_most:
+            raise self.wrong(name, f"at most {at_most}")
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float:
         """The finite number > 0 under `name`; `default` (None: required) when it is absent."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= sys.float_info.max
+        ):
             raise self.wrong(name, "a finite number above 0")
         return float(value)
 
@@ -64,13 +80,23 @@ class Settings:
 
     def wrong(self, name: str, right: str) -> ModelError:
         """The refusal of the value under `name`, which should be `right`."""
-        return ModelError(f"{self.source}: {self.prefix}{name} is {self.get(name)!r}; it must be {right}.")
+        return ModelError(f"{self.source}: {self.prefix}{name} is {self._shown(name)}; it must be {right}.")
 
     def refused(self, name: str, supported: str) -> ModelError:
         """The refusal of a value under `name` that means something which is not served."""
         return ModelError(
-            f"{self.source}: {self.prefix}{name} {self.get(name)!r} is not supported; supported: {supported}."
+            f"{self.source}: {self.prefix}{name} {self._shown(name)} is not supported; "
+            f"supported: {supported}."
         )
+
+    def _shown(self, name: str) -> str:
+        """The value as Python writes it; of a long one the beginning."""
+        value = self.get(name)
+        # Python refuses to write out a number of thousands of digits.
+        if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+            return f"a number of {value.bit_length()} bits"
+        shown = repr(value)
+        return shown if len(shown) <= _MAX_SHOWN_CHARACTERS else f"{shown[:_MAX_SHOWN_CHARACTERS]}…"
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.get(name)

@@ -257,7 +257,11 @@ def best_neighbours_first(text: str, scores: dict[str, tuple[int, float]], *, pr
         ({"tokenizer.ggml.pre": "no-such"}, "tokenizer.ggml.pre is 'no-such'"),
         ({"tokenizer.ggml.merges": ["never seen"]}, "its metadata make no tokenizer"),
         ({"tokenizer.ggml.merges": ["one"]}, "its metadata make no tokenizer"),
-        ({"tokenizer.ggml.eos_token_id": 70_000}, "its metadata make no tokenizer"),
+        (
+            {"tokenizer.ggml.eos_token_id": 70_000},
+            "tokenizer.ggml.eos_token_id is 70000; it must be the id of one of the 904 tokens",
+        ),
+        ({"tokenizer.ggml.bos_token_id": 2**32 - 1}, "tokenizer.ggml.bos_token_id is 4294967295; it must be"),
     ],
 )
 def test_what_cannot_be_built_is_named(

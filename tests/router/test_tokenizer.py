@@ -1,6 +1,7 @@
 import contextlib
 import hashlib
 import itertools
+import json
 import threading
 import time
 from pathlib import Path
@@ -190,3 +191,11 @@ def test_b103_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokeni
     thread.join()
     longest = max(later - earlier for earlier, later in itertools.pairwise(turns))
     assert longest < seconds / 2
+
+
+def test_an_absurd_id_of_a_token_is_refused(folder: Path) -> None:
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["Zz"] = 2**32 - 1
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelFilesError, match=r"the id of token 'Zz' is 4294967295; at most 16777215 is"):
+        Tokenizer(model_files.read(folder))
