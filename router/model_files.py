@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from router import gguf_tokenizer
 from router.gguf_reader import Reader
 
 GGUF_MAGIC = b"GGUF"
+# Classes of tokenizers that transformers 5 builds by `add_prefix_space`, and models that have one unsaid.
+_BYTE_LEVEL_CLASSES = frozenset({"GPT2Tokenizer", "Qwen2Tokenizer"})
+_PIECE_CLASSES = frozenset({"LlamaTokenizer"})
+_CLASSES_OF_MODELS = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 
 
 class ModelFilesError(ValueError):
@@ -95,6 +99,10 @@ def _read_folder(folder: Path) -> ModelFiles:
     )
     tokenizer_config = _json_object(folder / "tokenizer_config.json", needed=False)
     tokenizer = _load_tokenizer(folder / "tokenizer.json")
+    described = _Settings(folder / "tokenizer_config.json", tokenizer_config)
+    if described.flag("split_special_tokens"):
+        tokenizer.encode_special_tokens = True
+    _follow_prefix_space(tokenizer, described, config)
     eos_token = _token_text(tokenizer_config.get("eos_token"))
     eos_token_ids = {*config.ids("eos_token_id"), *generation.ids("eos_token_id")}
     if eos_token is not None and (token_id := tokenizer.token_to_id(eos_token)) is not None:
@@ -173,6 +181,13 @@ class _Settings:
             raise self._wrong(key, f"a number from {at_least:g} to {at_most:g}")
         return float(value)
 
+    def flag(self, key: str) -> bool | None:
+        """A switch, None when the key is absent or null."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
     def _wrong(self, key: str, expected: str) -> ModelFilesError:
         return ModelFilesError(f"{self.path}: {key} is {self.values[key]!r}, it must be {expected}")
 
@@ -218,6 +233,43 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _follow_prefix_space(tokenizer: Tokenizer, described: _Settings, config: _Settings) -> None:
+    """Has the tokenizer follow `add_prefix_space` where transformers does, which goes by the class.
+
+    It builds the tokenizers of a few classes anew, by this setting; for others tokenizer.json has the word.
+    """
+    wanted = described.flag("add_prefix_space")
+    of_model = _CLASSES_OF_MODELS.get(str(config.values.get("model_type")))
+    name = str(described.values.get("tokenizer_class") or of_model).removesuffix("Fast")
+    if wanted is None:
+        return
+    stages = _stages(tokenizer.pre_tokenizer)
+    byte_level = [stage for stage in stages if isinstance(stage, pre_tokenizers.ByteLevel)]
+    if byte_level:
+        for stage in byte_level if name in _BYTE_LEVEL_CLASSES else ():
+            stage.add_prefix_space = wanted
+        return
+    if name not in _PIECE_CLASSES:
+        return
+    metaspace = [stage for stage in stages if isinstance(stage, pre_tokenizers.Metaspace)]
+    has_prefix = any(stage.prepend_scheme != "never" for stage in metaspace) or any(
+        isinstance(stage, normalizers.Prepend) for stage in _stages(tokenizer.normalizer)
+    )
+    if has_prefix is not wanted:
+        raise ModelFilesError(
+            f"{described.path}: add_prefix_space is {json.dumps(wanted)}, and tokenizer.json puts "
+            f"{'a' if has_prefix else 'no'} space before a text; make one of them say what the other says"
+        )
+
+
+def _stages(whole: Any) -> list[Any]:
+    """The parts of a normalizer or a pre-tokenizer that may be a sequence of them."""
+    if not isinstance(whole, normalizers.Sequence | pre_tokenizers.Sequence):
+        return [] if whole is None else [whole]
+    parts: Any = whole  # it is iterable, which its types do not say
+    return [each for part in parts for each in _stages(part)]
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:

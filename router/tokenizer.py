@@ -1,9 +1,10 @@
 """Turns text and conversations into token ids, and back: the model's tokenizer as the router uses it.
 
-Ids are those of Hugging Face transformers: a plain text gets the special tokens of the tokenizer's
-post-processor once; a text that comes out of the chat template gets none, for the template writes its own.
-Special tokens spelled out in a text become those tokens, as there. A lone surrogate (JSON can hold one, UTF-8
-cannot) counts as U+FFFD. `clean_up_tokenization_spaces` is not followed: it takes back text already sent.
+Ids are those of Hugging Face transformers: a plain text gets the special tokens of the tokenizer's post-
+processor once; a text that comes out of the chat template gets none, for the template writes its own. Special
+tokens spelled out in a text become those tokens, as there, unless the model splits them. A lone surrogate
+(JSON can hold one, UTF-8 cannot) counts as U+FFFD. `clean_up_tokenization_spaces` is not followed: it takes
+back text already sent.
 
 Tokenizing is CPU work in proportion to the text, with the interpreter lock released while it lasts. The list
 of ids that it ends with is made with the lock held, so say how many are wanted at most. Keep it off the loop.
