@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from chairlift.child_lines import lines_of
 from rpc import log
 from rpc.address import Address
 from rpc.announcing import announce
@@ -23,7 +24,6 @@ from rpc.channel import connect
 from rpc.settings import PREFIX
 
 _ANNOUNCEMENT = "listening on "
-_MAX_LINE_BYTES = 16 * 1024 * 1024
 _RETRY_SECONDS = 0.1
 
 
@@ -73,7 +73,6 @@ class ChildProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE_BYTES,
             env={name: value for name, value in os.environ.items() if not name.startswith(PREFIX)},
             process_group=0,  # Ctrl-C reaches us alone: we end them in order
         )
@@ -131,7 +130,7 @@ class ChildProcess:
                 os.kill(self._process.pid, number)
 
     async def _read_stdout(self, stream: asyncio.StreamReader) -> None:
-        async for line in stream:
+        async for line in lines_of(stream):
             text = line.decode(errors="replace").strip()
             if text.startswith(_ANNOUNCEMENT):
                 if not self._announced.done():
@@ -142,8 +141,8 @@ class ChildProcess:
 
     async def _read_stderr(self, stream: asyncio.StreamReader) -> None:
         """Hands lines on, but for `NAME: why it cannot start`, which its starter tells."""
-        async for line in stream:
+        async for line in lines_of(stream):
             if line.removeprefix(b"chairlift ").startswith(f"{self._service.module}: ".encode()):
                 self._said = line.decode(errors="replace").strip()
                 continue
-            log.write(line.decode(errors="backslashreplace").removesuffix("\n"))
+            log.write(line.decode(errors="backslashreplace"))

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from chairlift.child_lines import lines_of
 from rpc.address import Address
 from rpc.errors import StartError
 
@@ -29,17 +30,28 @@ async def own_service(flags: list[str], *, tell: Callable[[str], None]) -> Async
             process_group=0,
         )
         assert process.stdout is not None  # a pipe
+        unheard: asyncio.Future[None] | None = None
         try:
-            async for line in process.stdout:
-                tell(line.decode().rstrip())
+            lines = lines_of(process.stdout)
+            async for line in lines:
+                tell(line.decode(errors="replace").rstrip())
                 if line.startswith(b"router ready"):
                     break
             else:
                 raise StartError("the service did not become ready; what it said is above")
+            unheard = asyncio.ensure_future(_read_on(lines))
             yield address
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
             code = await process.wait()
+            if unheard is not None:
+                await unheard
         if code != 0:
             raise StartError(f"the service ended with exit code {code}")
+
+
+async def _read_on(lines: AsyncIterator[bytes]) -> None:
+    """So that the service never waits for somebody to read what it says."""
+    async for _ in lines:
+        pass
