@@ -45,9 +45,10 @@ def give_out(
         _order(core, unfinished)
     budget = draft.budget
     state.num_queued_tokens = sum(seq.num_computable_tokens - seq.num_computed_tokens for seq in unfinished)
-    core.recovery_pace.begin(state, unfinished, draft, core.waiting, now)
-    turn = Turn(core.placement, state) if len(core.executors) > 1 else None
     alone = core.inquiry.only_these(state, now) if core.inquiry and may_enter else None
+    newcomers = core.waiting if may_enter and alone is None else None
+    core.recovery_pace.begin(state, unfinished, draft, newcomers, now)
+    turn = Turn(core.placement, state) if len(core.executors) > 1 else None
     try:
         for seq in unfinished:
             if may_enter and alone is None:

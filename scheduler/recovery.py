@@ -37,15 +37,20 @@ class RecoveryPace:
         state: ExecutorState,
         unfinished: Iterable[Sequence],
         draft: PlanDraft,
-        waiting: WaitingQueue,
+        waiting: WaitingQueue | None,
         now: float,
     ) -> None:
-        """Called when decoding has its tokens and the rest of a plan's budget is about to be given out."""
+        """Called when decoding has its tokens and the rest of a plan's budget is about to be given out.
+
+        `waiting` is None where nothing of the queue may enter in its turn, as at the host of a trial: a share
+        that is kept for a newcomer would be nobody's.
+        """
         draft.recompute_budget = recompute_budget(draft.budget)
-        if not (waiting.has_recovering or any(seq.is_recovering for seq in unfinished)):
+        has_recovering = waiting is not None and waiting.has_recovering
+        if not (has_recovering or any(seq.is_recovering for seq in unfinished)):
             return
         others = [seq.importance for seq in unfinished if not seq.is_recovering]
-        if len(state.running) < state.max_num_seqs:
+        if waiting is not None and len(state.running) < state.max_num_seqs:
             newcomer = waiting.peek(now, at=state.executor_id, skip_recovering=True)
             if newcomer is not None:
                 others.append(waiting.importance(newcomer, now))

@@ -6,6 +6,8 @@ from typing import NoReturn
 import pytest
 
 from scheduler import audit
+from scheduler.batching import Batching
+from scheduler.core import SchedulerCore
 from scheduler.inquiry import name_of
 from scheduler.policy import Admission, Limits
 from scheduler.sequence import FinishReason, Sequence, State
@@ -149,5 +151,52 @@ def test_nobody_makes_way_where_suspects_alone_may_enter_once_there_is_room() ->
     assert fleet.core.counters.displacements == 0
     assert head.state is State.WAITING
     fleet.attach("e3", max_num_seqs=2)
+    fleet.run()
+    fleet.check_outputs()
+
+
+@pytest.mark.parametrize("has_newcomer", [True, False])
+def test_a_suspect_has_all_tokens_of_the_host_which_nobody_else_may_enter(has_newcomer: bool) -> None:
+    """Half of a step's tokens are left to a newcomer that waits, but not where it cannot enter."""
+    fleet = Fleet(Limits(watermark=0.0, admission=Admission.OPTIMISTIC, window=1))
+    large = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "num_blocks": 200}
+    fleet.attach("a", **large)
+    suspects = [fleet.submit(f"r{number}", [number] * 40, 100) for number in range(2)]
+    for _ in range(2):
+        while not all(seq.num_computed_tokens > 40 for seq in suspects):
+            fleet.turn()
+        fleet.plan("a")
+        fleet.lose("a", is_crash=True)
+        fleet.attach("a", **large)
+    fleet.lose("a")
+    fleet.attach("a", **large | {"max_num_batched_tokens": 16})
+    (on_trial,) = fleet.core.inquiry.suspects.trial
+    if has_newcomer:
+        fleet.submit("newcomer", [6] * 60, 9)
+    for _ in range(2):
+        (plan,) = fleet.plan("a")
+        assert fleet.core.inquiry.is_host(fleet.core.executors["a"])
+        assert ([name_of(seq) for seq in plan.rows], plan.num_tokens) == ([on_trial], [16])
+        answer(fleet, "a")
+    fleet.run()
+    fleet.check_outputs()
+
+
+def test_one_that_recovers_has_all_tokens_where_a_closed_batch_lets_nobody_enter() -> None:
+    limits = Limits(watermark=0.0, admission=Admission.OPTIMISTIC, window=1)
+    fleet = Fleet()
+    fleet.core = SchedulerCore(limits, batching=Batching.REQUEST)
+    shape = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "num_blocks": 200}
+    fleet.attach("a", **shape)
+    lost = fleet.submit("lost", [5] * 60, 9)
+    while not lost.num_output_tokens:
+        fleet.turn()
+    fleet.lose("a")
+    fleet.attach("a", **shape)
+    fleet.plan("a")
+    fleet.submit("other", [6] * 60, 9)
+    answer(fleet, "a")
+    (plan,) = fleet.plan("a")
+    assert (plan.rows, plan.num_tokens) == ([lost], [16])
     fleet.run()
     fleet.check_outputs()
