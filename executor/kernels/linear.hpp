@@ -118,7 +118,7 @@ constexpr int FEW_NUMBERS = 8192;  // not worth a second thread
 // Calls `work(row)` for each row, before the product.
 template <class Work>
 static INLINE void prepare_rows(int num_rows, int row_numbers, const Work& work) {
-    if (num_rows * row_numbers > FEW_NUMBERS) return for_rows(num_rows, work);
+    if ((int64_t)num_rows * row_numbers > FEW_NUMBERS) return for_rows(num_rows, work);
     for (int row = 0; row < num_rows; row++) work(row);
 }
 
