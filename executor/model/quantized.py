@@ -19,6 +19,8 @@ BLOCK_SIZE: Final = 32
 _MIDDLE: Final = 128
 _MOST: Final = 127
 _ROWS_AT_A_TIME: Final = 1024
+LARGEST_IN_8_BITS: Final = 64_960
+"""Numbers up to this fit into 8 bits: an offset is 128 scales, and float16 ends at 65,504."""
 
 
 class Quantization(Enum):
@@ -83,7 +85,8 @@ class QuantizedMatrix:
 def quantized(numbers: Tensor) -> QuantizedMatrix:
     """`numbers` `[num_rows, num_columns]` in 8 bits: each the nearest of -127 to 127 times its block's scale.
 
-    Source: GGUF's type Q8_0. A block's largest number is 127 scales, rounded to float16.
+    Source: GGUF's type Q8_0. A block's largest number is 127 scales, rounded to float16. Offsets of blocks
+    with numbers beyond `LARGEST_IN_8_BITS` may be infinite.
     """
     num_rows, num_columns = numbers.shape
     num_blocks = -(-num_columns // BLOCK_SIZE)
@@ -103,6 +106,8 @@ def quantized(numbers: Tensor) -> QuantizedMatrix:
 
 def stacked(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """`parts` one under the other: in 4 bits if all of them are, else in 8, which changes no number."""
+    if len(parts) == 1:
+        return parts[0]  # a model's largest matrices stand alone: no second copy of them
     return QuantizedMatrix(
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scales for part in parts]),

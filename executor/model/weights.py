@@ -22,7 +22,7 @@ from torch import Tensor
 from executor.model.checkpoint import Checkpoint, StoredTensor
 from executor.model.config import ModelConfig
 from executor.model.errors import ModelError
-from executor.model.quantized import Quantization, QuantizedMatrix, quantized, stacked
+from executor.model.quantized import LARGEST_IN_8_BITS, Quantization, QuantizedMatrix, quantized, stacked
 from executor.operations.base import Linear, Matrix, Norm, Operations
 
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -272,7 +272,13 @@ class _Reader:
             if matrix is not None:
                 self._add_to_digest(name, stored)
                 return matrix
-        return quantized(self._read(name, stored))
+        matrix = quantized(self._read(name, stored))
+        if not matrix.offsets.isfinite().all():  # 128 scales: a scale that is infinite makes them so too
+            raise ModelError(
+                f"{self._checkpoint.path}: tensor {name} holds numbers beyond {LARGEST_IN_8_BITS:,}, "
+                "which blocks of 8 bits cannot hold: say --quantization none."
+            )
+        return matrix
 
     def _fused(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
         """The tensors `names`, one under the other, in the computation's type if no other is named."""

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from executor.model import ModelError
 from executor.model.opening import open_checkpoint
+from executor.model.quantized import LARGEST_IN_8_BITS
 from executor.parallel.shard import Shard
 from executor.runner import ModelRunner
 from tests.executor.gguf_models import write_gguf
@@ -95,6 +96,19 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match="holds numbers that are not finite"):
+        load(folder, quantization="int8")
+
+
+def test_numbers_beyond_what_blocks_of_8_bits_hold_are_refused(tmp_path: Path) -> None:
+    folder = tiny_model.build(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors["model.layers.0.mlp.up_proj.weight"]
+    weight[3, 5] = LARGEST_IN_8_BITS
+    save_file(tensors, folder / "model.safetensors")
+    load(folder, quantization="int8")
+    weight[3, 5] = -66_000.0
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="holds numbers beyond 64,960, which blocks of 8 bits"):
         load(folder, quantization="int8")
 
 
