@@ -172,12 +172,11 @@ def blocks_reader_of(
         first, last, _ = columns.indices(shape[1])
         if first % BLOCK_SIZE or (last % BLOCK_SIZE and last < shape[1]):
             return None
-        matrix = blocks_of(tensor.data, tensor.tensor_type.name, block_bytes, shape[1])
-        if matrix is None:
-            return None
+        wanted = torch.arange(shape[0])
         if num_heads is not None:
-            matrix = matrix.with_rows(halves_from_neighbours(torch.arange(shape[0]), num_heads))
-        return matrix.part(rows, columns)
+            wanted = halves_from_neighbours(wanted, num_heads)
+        matrix = blocks_of(tensor.data[wanted[rows].numpy()], tensor.tensor_type.name, block_bytes, shape[1])
+        return None if matrix is None else matrix.part(slice(None), columns)
 
     return read_blocks
 

@@ -58,10 +58,6 @@ class QuantizedMatrix:
         """What it takes in memory once it is packed."""
         return self.codes.numel() * self.bits // 8 + self.scales.nbytes + self.offsets.nbytes
 
-    def with_rows(self, order: Tensor) -> "QuantizedMatrix":
-        """The rows `order` (int64), in that order."""
-        return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=self.offsets[order])
-
     def part(self, rows: slice, columns: slice) -> "QuantizedMatrix":
         """Rows and columns of it; columns begin with a block, and end with one or with the matrix."""
         first, last, _ = columns.indices(self.num_columns)

@@ -117,8 +117,8 @@ def test_logits_are_those_of_the_sampling_rows(kind: str, bits: int) -> None:
 def test_embeddings_are_rows_of_the_packed_table(kind: str, bits: int) -> None:
     of = spec(torch.bfloat16)
     under_test = CpuOperations(kernels(kind), of)
-    table = matrix_of(np.random.default_rng(0), 272, 40, bits)
-    token_ids = [0, 271, 16, 16, 15, 100]
+    table = matrix_of(np.random.default_rng(0), 266, 40, bits)
+    token_ids = [0, 265, 16, 16, 15, 100]
     row = Row(0, token_ids, 0, np.zeros(6, dtype=np.int32), SamplingParams(max_tokens=1), 0, ())
     step = under_test.prepare(build_inputs([row], of.block_size).inputs)
     embedded = under_test.embed(step, under_test.pack(table, None), 1.5)

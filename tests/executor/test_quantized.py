@@ -56,6 +56,11 @@ def test_a_scale_that_half_precision_cannot_hold_leaves_no_blocks() -> None:
     assert blocks(data, Kind.Q4_K, 256) is None
 
 
+def test_a_scale_of_8_bits_whose_offset_half_precision_cannot_hold_leaves_no_blocks() -> None:
+    data = gguf.quants.quantize(np.full((1, 32), 520.0 * 127, dtype=np.float32), Kind.Q8_0)
+    assert blocks(data, Kind.Q8_0, 32) is None
+
+
 @pytest.mark.parametrize("kind", [Kind.Q6_K, Kind.Q2_K, Kind.IQ4_NL, Kind.F16])
 def test_types_of_other_blocks_are_not_said_in_this_form(kind: Kind) -> None:
     assert not is_in_blocks(kind.name)
@@ -100,13 +105,11 @@ def test_zeros_are_zeros() -> None:
     assert torch.equal(quantized(torch.zeros(3, 50)).dequantized(), torch.zeros(3, 50))
 
 
-def test_parts_and_other_orders_are_those_of_the_numbers() -> None:
+def test_parts_are_those_of_the_numbers() -> None:
     matrix = quantized(random(12, 100))
     numbers = matrix.dequantized()
     assert torch.equal(matrix.part(slice(2, 9), slice(32, 100)).dequantized(), numbers[2:9, 32:100])
     assert torch.equal(matrix.part(slice(0, 4), slice(0, 64)).dequantized(), numbers[:4, :64])
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(matrix.with_rows(order).dequantized(), numbers[order])
 
 
 def test_matrices_under_each_other_keep_their_numbers() -> None:
