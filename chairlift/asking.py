@@ -19,7 +19,8 @@ class Options(TypedDict, total=False):
     The fields are those of `GenerateRequest` and `SamplingParams` in protos/v1, with their limits. For
     conversations alone, of `Chat`: `tools` (definitions as mappings), `add_generation_prompt`,
     `continue_final_message`, `chat_template_kwargs` (a mapping). Of `json_schema` (a mapping, or JSON text),
-    `regex` and `choice` one may be given: the answer's text matches it. `stop` is a text or a list of them.
+    `regex`, `choice` and `json_or_tagged` (a mapping of that message's fields) one may be given: the answer's
+    text matches it. `stop` is a text or a list of them.
     """
 
     model: str | None
@@ -53,10 +54,11 @@ class Options(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
     choice: Sequence[str] | None
+    json_or_tagged: Mapping[str, Any] | None
 
 
 _OF_CHATS = frozenset({"tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"})
-_CONSTRAINTS = frozenset({"json_schema", "regex", "choice"})
+_CONSTRAINTS = frozenset({"json_schema", "regex", "choice", "json_or_tagged"})
 _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
@@ -146,6 +148,9 @@ def _put_constraint(sampling: common_pb2.SamplingParams, name: str, value: Any) 
         values = _listed(name, value)
         with _named(name):
             sampling.choice.values.extend(values)
+    elif name == "json_or_tagged":
+        with _named(name):
+            sampling.json_or_tagged.CopyFrom(common_pb2.JsonOrTagged(**value))
     elif name == "json_schema" and not isinstance(value, str):
         with _named(name):
             sampling.json_schema = json.dumps(value, ensure_ascii=False)

@@ -50,6 +50,18 @@ def test_a_stop_may_be_a_text_alone() -> None:
     assert generate_request("Hi", {"stop": ("END", "\n")}) == Request(text="Hi", stop=["END", "\n"])
 
 
+def test_text_of_a_schema_or_calls_is_a_mapping_of_the_contracts_fields() -> None:
+    either = {"json_schema": "{}", "tags": [{"begin": "<", "json_schema": "{}", "end": ">"}], "max_tags": 1}
+    sampling = generate_request("Hi", {"json_or_tagged": either}).sampling
+    assert sampling.json_or_tagged == common_pb2.JsonOrTagged(
+        json_schema="{}", tags=[common_pb2.Tagged(begin="<", json_schema="{}", end=">")], max_tags=1
+    )
+    with pytest.raises(ValueError, match=r"json_or_tagged"):
+        generate_request("Hi", {"json_or_tagged": {"stranger": 1}})
+    with pytest.raises(ValueError, match=r"regex is given beside json_or_tagged"):
+        generate_request("Hi", {"json_or_tagged": either, "regex": "a"})
+
+
 def _repeated_options() -> set[str]:
     """The options that are lists, as the contract has them."""
     messages = (Request, router_pb2.Chat, common_pb2.SamplingParams)

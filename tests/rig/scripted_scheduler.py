@@ -95,6 +95,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         *,
         finish: "common_pb2.FinishReason.ValueType | None" = None,
         logprobs: list[common_pb2.TokenLogprobs] | None = None,
+        of_prompt: list[common_pb2.TokenLogprobs] | None = None,
         num_cached_tokens: int = 0,
         **finished: Any,
     ) -> None:
@@ -104,6 +105,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             output.handles.append(submit.handle)
             output.num_tokens.append(len(token_ids))
             output.token_ids.extend(token_ids)
+        if of_prompt:
+            output.prompt_logprobs.add(handle=submit.handle, first_position=1, tokens=of_prompt)
         if logprobs:
             output.logprobs.add(handle=submit.handle, tokens=logprobs)
         output.started.add(handle=submit.handle, num_cached_tokens=num_cached_tokens)
@@ -200,7 +203,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             is_last = position + len(new) == len(token_ids)
             with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):
                 rows = _logprobs(submit, new)
-                await self.give(submit, new, finish=ending if is_last else None, logprobs=rows)
+                of_prompt = _of_prompt(submit) if position == len(submit.output_token_ids) else []
+                end = ending if is_last else None
+                await self.give(submit, new, finish=end, logprobs=rows, of_prompt=of_prompt)
             await asyncio.sleep(0)
 
     async def Watch(  # type: ignore[override]  # the stubs know no handler that writes
@@ -231,6 +236,19 @@ def _logprobs(submit: scheduler_pb2.Submit, token_ids: list[int]) -> list[common
             token_id=token_id, logprob=-0.5, rank=1, top_token_ids=range(count), top_logprobs=[-0.5] * count
         )
         for token_id in token_ids
+    ]
+
+
+def _of_prompt(submit: scheduler_pb2.Submit) -> list[common_pb2.TokenLogprobs]:
+    """The same for the prompt, whose first token has none."""
+    if not submit.sampling.HasField("prompt_logprobs"):
+        return []
+    count = submit.sampling.prompt_logprobs
+    return [
+        common_pb2.TokenLogprobs(
+            token_id=token_id, logprob=-0.5, rank=1, top_token_ids=range(count), top_logprobs=[-0.5] * count
+        )
+        for token_id in submit.prompt_token_ids[1:]
     ]
 
 
