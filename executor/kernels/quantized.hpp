@@ -244,6 +244,18 @@ static void quantized_linear(const LinearCall& it, int finishing) {
 
 // --- once per model, and embeddings --------------------------------------------------------------------------
 
+// Where the code of number `n` of a lane's block stands.
+struct CodePlace {
+    int byte;   // from the block's begin
+    int shift;  // within it
+};
+
+static INLINE CodePlace code_place(int bits, int lane, int n) {
+    int word = n / CODES_PER_UNIT, unit = bits == 4 ? word / 2 : word;
+    int byte = 2 * LANES * (int)sizeof(uint16_t) + (unit * LANES + lane) * CODES_PER_UNIT + n % CODES_PER_UNIT;
+    return {byte, bits == 4 && word % 2 ? 4 : 0};
+}
+
 struct PackingCall {
     const uint8_t* codes;     // [num_rows, num_blocks * BLOCK]
     const uint16_t* scales;   // [num_rows, num_blocks], float16
@@ -263,12 +275,9 @@ static void pack_quantized(const PackingCall& it) {
                 size_t from = (size_t)row * it.num_blocks + block;
                 uint8_t* to = it.packed + ((size_t)panel * it.num_blocks + block) * bytes;
                 ((uint16_t*)to)[lane] = it.scales[from], ((uint16_t*)to)[LANES + lane] = it.offsets[from];
-                uint8_t* units = to + 2 * LANES * sizeof(uint16_t) + lane * CODES_PER_UNIT;
                 for (int n = 0; n < BLOCK; n++) {
-                    uint8_t code = it.codes[from * BLOCK + n];
-                    int word = n / CODES_PER_UNIT, unit = it.bits == 4 ? word / 2 : word;
-                    bool is_upper = it.bits == 4 && word % 2;
-                    units[unit * LANES * CODES_PER_UNIT + n % CODES_PER_UNIT] |= is_upper ? code << 4 : code;
+                    CodePlace place = code_place(it.bits, lane, n);
+                    to[place.byte] |= it.codes[from * BLOCK + n] << place.shift;
                 }
             }
         }
@@ -278,6 +287,7 @@ static void pack_quantized(const PackingCall& it) {
 // The tokens' rows of a packed weight, times `scale`.
 static void quantized_embed(const EmbedCall& it) {
     size_t bytes = block_bytes(it.weight_bits);
+    int mask = (1 << it.weight_bits) - 1;
     for_rows(it.num_tokens, [&](int token) {
         int64_t id = it.step->token_ids[token];
         int lane = id % LANES;
@@ -286,12 +296,9 @@ static void quantized_embed(const EmbedCall& it) {
         for (int first = 0; first < it.in; first += BLOCK, block += bytes) {
             float scale = it.scale * widened_half(((const uint16_t*)block)[lane]);
             float offset = it.scale * widened_half(((const uint16_t*)block)[LANES + lane]);
-            const uint8_t* units = block + 2 * LANES * sizeof(uint16_t) + lane * CODES_PER_UNIT;
             for (int n = 0; n < BLOCK && first + n < it.in; n++) {
-                int word = n / CODES_PER_UNIT, unit = it.weight_bits == 4 ? word / 2 : word;
-                uint8_t byte = units[unit * LANES * CODES_PER_UNIT + n % CODES_PER_UNIT];
-                int code = it.weight_bits == 8 ? byte : word % 2 ? byte >> 4 : byte & 15;
-                to[first + n] = scale * (float)code + offset;
+                CodePlace place = code_place(it.weight_bits, lane, n);
+                to[first + n] = scale * (float)(block[place.byte] >> place.shift & mask) + offset;
             }
         }
     });
