@@ -9,7 +9,7 @@ the submitted `output_token_ids` end, closed by a Finished: `ending`, or what th
 # ruff: noqa: N802 - methods bear the names of the contract's RPCs
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -228,27 +228,22 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 def _logprobs(submit: scheduler_pb2.Submit, token_ids: list[int]) -> list[common_pb2.TokenLogprobs]:
     """What is due for these ids, if the request asks for it: the alternatives are the lowest ids."""
-    if not submit.sampling.HasField("logprobs"):
-        return []
-    count = submit.sampling.logprobs
-    return [
-        common_pb2.TokenLogprobs(
-            token_id=token_id, logprob=-0.5, rank=1, top_token_ids=range(count), top_logprobs=[-0.5] * count
-        )
-        for token_id in token_ids
-    ]
+    return _rows(token_ids, submit.sampling.logprobs) if submit.sampling.HasField("logprobs") else []
 
 
 def _of_prompt(submit: scheduler_pb2.Submit) -> list[common_pb2.TokenLogprobs]:
     """The same for the prompt, whose first token has none."""
     if not submit.sampling.HasField("prompt_logprobs"):
         return []
-    count = submit.sampling.prompt_logprobs
+    return _rows(submit.prompt_token_ids[1:], submit.sampling.prompt_logprobs)
+
+
+def _rows(token_ids: Iterable[int], count: int) -> list[common_pb2.TokenLogprobs]:
     return [
         common_pb2.TokenLogprobs(
             token_id=token_id, logprob=-0.5, rank=1, top_token_ids=range(count), top_logprobs=[-0.5] * count
         )
-        for token_id in submit.prompt_token_ids[1:]
+        for token_id in token_ids
     ]
 
 
