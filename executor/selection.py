@@ -84,9 +84,15 @@ def operations_for(
 ) -> Operations:
     """What computes a model of this shape; `block_size` None is what suits the attention back end.
 
-    Raises `ModelError` when the back end named `attention`, or every one there is, refuses; and when
-    `quantization` is what only our own kernels compute, and they cannot be had.
+    Raises `ModelError` when the back end named `attention`, or every one there is, refuses; when
+    `quantization` is what only our own kernels compute, and they cannot be had; and for a mixture of experts
+    on a GPU.
     """
+    if config.mixture is not None and device.type != "cpu":
+        raise ModelError(
+            "the model is a mixture of experts, which Chairlift computes on CPUs alone, not on "
+            f"{device.type}: say --device cpu, or take a dense model."
+        )
 
     def spec_of(own_block_size: int) -> AttentionSpec:
         return AttentionSpec(

@@ -3,6 +3,7 @@
 // Pointers are valid for the call. `is_bfloat16` says of which type the computation is.
 #include "attention.hpp"
 #include "linear.hpp"
+#include "mixture.hpp"
 #include "quantized.hpp"
 #include "rows.hpp"
 #include "sampling.hpp"
@@ -33,11 +34,11 @@ EXPORT void pack_weight(const void* weight, int num_rows, int in, bool gated, vo
 EXPORT void pack_codes(const PackingCall* call) { pack_quantized(*call); }
 
 // One operation: which, and where its call lies.
-enum Kind { EMBED = 0, NORM = 1, LINEAR = 2, ROTATE = 3, ATTEND = 4 };
+enum Kind { EMBED = 0, NORM = 1, LINEAR = 2, ROTATE = 3, ATTEND = 4, MIX = 5 };
 
 struct Operation {
     int kind;
-    int finishing;   // of a linear one
+    int finishing;   // of a linear one, and of a mixture's first
     int float_out;   // of a linear one: float32 whatever the computation's type
     const void* call;
 };
@@ -57,6 +58,7 @@ static void compute(const Operation& it) {
         case NORM: return add_norm<Type>(*(const NormCall*)it.call);
         case ROTATE: return rotate_and_store<Type>(*(const RotateCall*)it.call);
         case ATTEND: return attend<Type>(*(const AttentionCall*)it.call);
+        case MIX: return mix<Type>(*(const MixtureCall*)it.call, it.finishing);
         case LINEAR: {
             const LinearCall& call = *(const LinearCall*)it.call;
             return it.float_out ? any_linear<Type, float>(call, it.finishing) : any_linear<Type, Type>(call, it.finishing);

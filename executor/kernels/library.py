@@ -22,6 +22,8 @@ UNIT_PADDING = 32
 """Inputs of a projection are zero up to the next multiple of so many numbers."""
 COLUMN_PADDING = 32
 """Packed columns come in multiples of so many."""
+MOST_TOKENS_MIXED = 512
+"""Tokens that a mixture of experts computes together: there is room for no more of them."""
 
 log = structlog.get_logger()
 
@@ -43,6 +45,7 @@ class Kind(IntEnum):
     LINEAR = 2
     ROTATE = 3
     ATTEND = 4
+    MIX = 5
 
 
 class Operation(Structure):
@@ -119,6 +122,38 @@ class LinearCall(Structure):
         ("num_columns", c_int),
         ("weight_bits", c_int),
         ("soft_cap", c_float),
+    )
+
+
+class MixtureCall(Structure):
+    """`MixtureCall` of mixture.hpp."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("row_stride", c_int64),
+        ("router", LinearCall),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("wide", c_void_p),
+        ("logits", c_void_p),
+        ("weights", c_void_p),
+        ("chosen", c_void_p),
+        ("places", c_void_p),
+        ("tokens", c_void_p),
+        ("experts", c_void_p),
+        ("factors", c_void_p),
+        ("middle", c_void_p),
+        ("updates", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("factor_bytes", c_int64),
+        ("middle_stride", c_int64),
+        ("num_tokens", c_int),
+        ("num_experts", c_int),
+        ("num_routed", c_int),
+        ("num_chosen", c_int),
+        ("norms_weights", c_int),
+        ("out_features", c_int),
     )
 
 

@@ -92,23 +92,35 @@ static INLINE void finish(const LinearCall& it, int finishing, const float* sums
     }
 }
 
-// Calls `work(pair, row, num_rows, is_first)` for each pair of panels with at most `most_rows` rows at a time: a thread
-// has one pair after the other, and for each of them all rows of a slab. `is_first` says that nobody read the pair before.
+constexpr int MOST_CALLS = 1025;  // of products computed together: the experts of a layer, and a shared one
+
+// Calls `work(call, pair, row, num_rows, is_first)` for each pair of panels of each of `count` products, with at most
+// `most_rows` rows at a time: a thread has one pair after the other, and for each of them all rows of a slab.
+// `is_first` says that nobody read the pair before. A unit of a row has `unit_bytes`.
 template <class Work>
-static INLINE void for_pairs(const LinearCall& it, size_t row_bytes, int most_rows, const Work& work) {
-    int slab = padded((int)(SLAB_BYTES / row_bytes) + 1, most_rows);
-    int num_slabs = (it.num_rows + slab - 1) / slab;
+static INLINE void for_pairs(const LinearCall* calls, int count, size_t unit_bytes, int most_rows, const Work& work) {
+    auto slab_of = [&](const LinearCall& it) { return padded((int)(SLAB_BYTES / (it.num_units * unit_bytes)) + 1, most_rows); };
+    auto num_slabs_of = [&](const LinearCall& it) { return (it.num_rows + slab_of(it) - 1) / slab_of(it); };
+    int num_pairs = 0;
+    for (const LinearCall* it = calls; it < calls + count; it++) num_pairs += it->num_pairs * num_slabs_of(*it);
     // Few rows: larger chunks, so that a thread reads on where it is.
     int wanted = 8 * pool().num_threads();
-    int pairs_per_chunk = it.num_pairs * num_slabs > wanted ? it.num_pairs * num_slabs / wanted : 1;
-    int chunks_per_slab = (it.num_pairs + pairs_per_chunk - 1) / pairs_per_chunk;
-    pool().run(num_slabs * chunks_per_slab, [&](int chunk) {
+    int pairs_per_chunk = num_pairs > wanted ? num_pairs / wanted : 1;
+    auto chunks_per_slab_of = [&](const LinearCall& it) { return (it.num_pairs + pairs_per_chunk - 1) / pairs_per_chunk; };
+    int first_chunk[MOST_CALLS + 1];
+    first_chunk[0] = 0;
+    for (int i = 0; i < count; i++) first_chunk[i + 1] = first_chunk[i] + num_slabs_of(calls[i]) * chunks_per_slab_of(calls[i]);
+    pool().run(first_chunk[count], [&](int chunk) {
+        int index = (int)(std::upper_bound(first_chunk, first_chunk + count, chunk) - first_chunk) - 1;
+        const LinearCall& it = calls[index];
+        int slab = slab_of(it), chunks_per_slab = chunks_per_slab_of(it);
+        chunk -= first_chunk[index];
         int first_row = chunk / chunks_per_slab * slab, first_pair = chunk % chunks_per_slab * pairs_per_chunk;
         int end_row = first_row + slab < it.num_rows ? first_row + slab : it.num_rows;
         int end_pair = first_pair + pairs_per_chunk < it.num_pairs ? first_pair + pairs_per_chunk : it.num_pairs;
         for (int pair = first_pair; pair < end_pair; pair++)
             for (int row = first_row; row < end_row; row += most_rows)
-                work(pair, row, row + most_rows < end_row ? most_rows : end_row - row, row == first_row);
+                work(it, pair, row, row + most_rows < end_row ? most_rows : end_row - row, row == first_row);
         release_tiles();
     });
 }
@@ -122,28 +134,33 @@ static INLINE void prepare_rows(int num_rows, int row_numbers, const Work& work)
     for (int row = 0; row < num_rows; row++) work(row);
 }
 
+// Products whose rows are factors.
 template <class Type, class Out>
-static void linear(const LinearCall& it, int finishing) {
+static void multiply(const LinearCall* calls, int count, int finishing) {
     constexpr int ROWS = HAS_TILES<Type> ? MOST_ROWS : 2 * REGISTER_ROWS;
-    size_t row_words = (size_t)it.num_units * WORDS_PER_UNIT<Type>, panel_units = (size_t)it.num_units * LANES;
-    const uint32_t* rows = (const uint32_t*)it.rows;
-    size_t stride = it.row_stride / PER_UNIT<Type>;
+    for_pairs(calls, count, WORDS_PER_UNIT<Type> * sizeof(uint32_t), ROWS,
+              [&](const LinearCall& it, int pair, int row, int num_rows, bool is_first) {
+                  alignas(64) float sums[MOST_ROWS * PAIR];
+                  size_t panel_units = (size_t)it.num_units * LANES, stride = it.row_stride * sizeof(Factor<Type>) / 4;
+                  const uint32_t* panel = (const uint32_t*)it.weight + 2 * pair * panel_units;
+                  product<Type, 2>({(const uint32_t*)it.rows + row * stride, stride, &panel, (ptrdiff_t)panel_units,
+                                    LANES, 1, it.num_units, sums, PAIR, is_first},
+                                   num_rows);
+                  finish<Out>(it, finishing, sums, row, num_rows, pair);
+              });
+}
+
+template <class Type, class Out>
+static void linear(LinearCall it, int finishing) {
     if (sizeof(Factor<Type>) != sizeof(Type)) {
         int count = it.num_units * PER_UNIT<Type>;
         Factor<Type>* factors = (Factor<Type>*)it.factors;
         prepare_rows(it.num_rows, count, [&](int row) {
             copy_as_factors((const Type*)it.rows + row * it.row_stride, count, factors + (size_t)row * count);
         });
-        rows = (const uint32_t*)factors, stride = row_words;
+        it.rows = factors, it.row_stride = count;
     }
-    for_pairs(it, row_words * 4, ROWS, [&](int pair, int row, int num_rows, bool is_first) {
-        alignas(64) float sums[MOST_ROWS * PAIR];
-        const uint32_t* panel = (const uint32_t*)it.weight + 2 * pair * panel_units;
-        product<Type, 2>({rows + row * stride, stride, &panel, (ptrdiff_t)panel_units, LANES, 1, it.num_units, sums,
-                          PAIR, is_first},
-                         num_rows);
-        finish<Out>(it, finishing, sums, row, num_rows, pair);
-    });
+    multiply<Type, Out>(&it, 1, finishing);
 }
 
 struct EmbedCall {

@@ -101,13 +101,17 @@ static INLINE PartIntegers total(Dots dots) {
 // Rows in codes: `[rows | codes, int8 | scales, float32 | sums, float32]`, a scale and a sum for each block. A sum
 // is that of the block's codes, times its scale.
 struct QuantizedRows {
+    static constexpr size_t BLOCK_BYTES = BLOCK + 2 * sizeof(float);
     char* begin;
     int num_blocks;
 
-    size_t row_bytes() const { return (size_t)num_blocks * (BLOCK + 2 * sizeof(float)); }
+    size_t row_bytes() const { return num_blocks * BLOCK_BYTES; }
     int8_t* codes(int row) const { return (int8_t*)(begin + row * row_bytes()); }
     float* scales(int row) const { return (float*)(codes(row) + num_blocks * BLOCK); }
     float* sums(int row) const { return scales(row) + num_blocks; }
+
+    template <class Type>
+    void fill(int row, const Type* from) const;
 };
 
 // The nearest whole numbers, ties to even, of numbers below 2^22.
@@ -117,7 +121,9 @@ static INLINE Integers rounded(Floats values) {
 }
 
 template <class Type>
-static void quantize_row(const Type* from, int num_blocks, int8_t* codes, float* scales, float* sums) {
+void QuantizedRows::fill(int row, const Type* from) const {
+    int8_t* codes = this->codes(row);
+    float *scales = this->scales(row), *sums = this->sums(row);
     typedef int8_t PartCodes __attribute__((vector_size(PART_LANES)));
     for (int block = 0; block < num_blocks; block++, from += BLOCK, codes += BLOCK) {
         Floats lower = load_floats(from), upper = load_floats(from + LANES);
@@ -223,23 +229,28 @@ static void quantized_product(const QuantizedRows& rows, int first, int num_rows
     for (; row < num_rows; row++) quantized_pair<BITS, 1>(rows, first + row, pair, c + row * PAIR);
 }
 
+// Products whose rows are codes, in `factors`.
+template <class Out>
+static void multiply_codes(const LinearCall* calls, int count, int finishing) {
+    for_pairs(calls, count, QuantizedRows::BLOCK_BYTES, MOST_ROWS,
+              [&](const LinearCall& it, int pair, int row, int num_rows, bool) {
+                  alignas(64) float sums[MOST_ROWS * PAIR];
+                  QuantizedRows rows{(char*)it.factors, it.num_units};
+                  const char* panels = (const char*)it.weight + pair * 2 * it.num_units * block_bytes(it.weight_bits);
+                  if (it.weight_bits == 4)
+                      quantized_product<4>(rows, row, num_rows, panels, sums);
+                  else
+                      quantized_product<8>(rows, row, num_rows, panels, sums);
+                  finish<Out>(it, finishing, sums, row, num_rows, pair);
+              });
+}
+
 template <class Type, class Out>
 static void quantized_linear(const LinearCall& it, int finishing) {
     QuantizedRows rows{(char*)it.factors, it.num_units};
-    prepare_rows(it.num_rows, rows.num_blocks * BLOCK, [&](int row) {
-        quantize_row((const Type*)it.rows + row * it.row_stride, rows.num_blocks, rows.codes(row), rows.scales(row),
-                     rows.sums(row));
-    });
-    size_t pair_bytes = 2 * rows.num_blocks * block_bytes(it.weight_bits);
-    for_pairs(it, rows.row_bytes(), MOST_ROWS, [&](int pair, int row, int num_rows, bool) {
-        alignas(64) float sums[MOST_ROWS * PAIR];
-        const char* panels = (const char*)it.weight + pair * pair_bytes;
-        if (it.weight_bits == 4)
-            quantized_product<4>(rows, row, num_rows, panels, sums);
-        else
-            quantized_product<8>(rows, row, num_rows, panels, sums);
-        finish<Out>(it, finishing, sums, row, num_rows, pair);
-    });
+    prepare_rows(it.num_rows, rows.num_blocks * BLOCK,
+                 [&](int row) { rows.fill(row, (const Type*)it.rows + row * it.row_stride); });
+    multiply_codes<Out>(&it, 1, finishing);
 }
 
 // --- once per model, and embeddings --------------------------------------------------------------------------

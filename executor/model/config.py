@@ -62,10 +62,14 @@ class LayerKind:
     rope: Rope
     window: int | None = None
     """How many tokens a token sees, itself included; None is all that came before."""
+    has_experts: bool = False
+    """Whether the model's mixture of experts stands where others have an MLP."""
 
 
 MAX_LAYERS = 1024
 """Several times what the deepest models have. More is a damaged number, and is refused before any is made."""
+MAX_EXPERTS = 1024
+"""Twice what models have."""
 MAX_POSITIONS = 1 << 22
 """Of one sequence: the longest context that models here are made for. Each position has a row in the rotary
 tables, so that a damaged number would take all memory."""
@@ -88,6 +92,30 @@ def stretched_length(length: int, layers: tuple[LayerKind, ...]) -> int:
             *(int(min(each.original_max_position_embeddings * each.factor, 2**62)) for each in stretched),
         ]
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts in the place of an MLP: small ones, of which a router chooses a few for each token.
+
+    What the router gives goes through a softmax over all experts. The likeliest are chosen, and what they
+    give is added up, each weighed by its probability.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    norm_topk_prob: bool
+    """Whether the probabilities of those that were chosen are divided by their sum."""
+    shared_intermediate_size: int | None = None
+    """Of one more expert, which every token has, weighed by a sigmoid of its own; None is none."""
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_token > self.num_experts:
+            raise ModelError(
+                f"{self.num_experts_per_token} experts for each token cannot be chosen of {self.num_experts}."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +151,8 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     """c, where attention scores become `c * tanh(scores / c)`."""
     logits_soft_cap: float | None = None
+    mixture: Mixture | None = None
+    """Of the layers that have experts."""
 
     def __post_init__(self) -> None:
         if self.max_seq_len > MAX_POSITIONS:

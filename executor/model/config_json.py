@@ -6,13 +6,15 @@ talks nonsense.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from executor.model.config import (
+    MAX_EXPERTS,
     MAX_LAYERS,
     LayerKind,
+    Mixture,
     ModelConfig,
     Rope,
     RopeScaling,
@@ -50,6 +52,11 @@ def _sliding_from_some_layer_on(raw: Settings, num_layers: int) -> list[str]:
     return [SLIDING if layer >= first else FULL for layer in range(num_layers)]
 
 
+def _every_second_sliding_up_to_some_layer(raw: Settings, num_layers: int) -> list[str]:
+    end = raw.integer("max_window_layers", default=28, at_least=0)
+    return [SLIDING if layer % 2 == 0 and layer < end else FULL for layer in range(num_layers)]
+
+
 def _every_second_full(_: Settings, num_layers: int) -> list[str]:
     return _every_nth_full(2, num_layers)
 
@@ -64,6 +71,26 @@ def _every_nth_full(pattern: int, num_layers: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """How a family speaks of its experts, and what its absent settings mean."""
+
+    num_experts: int
+    """`num_experts` or `num_local_experts` when both are absent."""
+    num_experts_per_token: int
+    """`num_experts_per_tok` when it is absent."""
+    size_name: str = "moe_intermediate_size"
+    """What the size of an expert is called."""
+    size: int | None = None
+    """That, when it is absent; None where it must be there."""
+    always_normed: bool = False
+    """Whether probabilities are divided by their sum without `norm_topk_prob` saying so."""
+    dense_layers: bool = False
+    """Whether `decoder_sparse_step` and `mlp_only_layers`, which leave layers without experts, are words."""
+    shared_size: int | None = None
+    """`shared_expert_intermediate_size` when it is absent; None where no expert is shared."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """What the name of an architecture stands for, and what its absent settings mean."""
 
@@ -73,10 +100,13 @@ class Family:
     """`max_position_embeddings` when it is absent."""
     layer_types: LayerTypes = _all_full
     window: int | None = None
-    """`sliding_window` when it is absent; null is none."""
+    """`sliding_window` when it is absent; null is none. Not a word of families with full layers alone."""
     window_switch: str | None = None
     """The switch without which no layer has a window."""
+    experts: Experts | None = None
     always_qkv_bias: bool = False
+    qkv_bias_switch: str | None = None
+    """The switch that takes these biases away, if there is one."""
     attention_bias: bool = True
     """Whether `attention_bias` is a word of the family; it means all four projections."""
     mlp_bias: bool = False
@@ -119,6 +149,34 @@ FAMILIES = {
         window=4096,
         window_switch="use_sliding_window",
         qk_norm=True,
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        max_seq_len=131_072,
+        layer_types=_all_sliding,
+        attention_bias=False,
+        rope_theta=1_000_000.0,
+        experts=Experts(8, 2, size_name="intermediate_size", always_normed=True),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        max_seq_len=32_768,
+        layer_types=_every_second_sliding_up_to_some_layer,
+        window=4096,
+        window_switch="use_sliding_window",
+        always_qkv_bias=True,
+        qkv_bias_switch="qkv_bias",
+        attention_bias=False,
+        experts=Experts(60, 4, size=1408, dense_layers=True, shared_size=5632),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        max_seq_len=32_768,
+        layer_types=_all_sliding,
+        window=4096,
+        window_switch="use_sliding_window",
+        qk_norm=True,
+        experts=Experts(128, 8, size=768, dense_layers=True),
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2",
@@ -178,6 +236,9 @@ def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
     head_dim = raw.integer("head_dim", default=max(1, hidden_size // num_heads))
     layers = layer_kinds(raw, family)
     has_bias = family.attention_bias and raw.boolean("attention_bias")
+    qkv_bias = family.always_qkv_bias
+    if family.qkv_bias_switch is not None:
+        qkv_bias = raw.boolean(family.qkv_bias_switch, default=True)
     query_scalar = float(head_dim)
     if family.is_gemma:
         query_scalar = raw.number("query_pre_attn_scalar", default=GEMMA_QUERY_SCALAR)
@@ -198,7 +259,7 @@ def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
         tie_word_embeddings=raw.boolean("tie_word_embeddings", default=family.tied),
         attention_scale=query_scalar**-0.5,
         activation=ACTIVATIONS[raw.get(family.activation_name) or family.activation],
-        qkv_bias=family.always_qkv_bias or has_bias,
+        qkv_bias=qkv_bias or has_bias,
         attention_out_bias=has_bias,
         mlp_bias=family.mlp_bias and raw.boolean("mlp_bias"),
         qk_norm=family.qk_norm,
@@ -207,6 +268,7 @@ def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
         embedding_scale=math.sqrt(hidden_size) if family.is_gemma else 1.0,
         attention_soft_cap=soft_cap("attn_logit_softcapping", family.attention_soft_cap),
         logits_soft_cap=soft_cap("final_logit_softcapping", family.logits_soft_cap),
+        mixture=None if family.experts is None else _mixture(raw, family.experts),
     )
 
 
@@ -296,14 +358,56 @@ def layer_kinds(raw: Settings, family: Family) -> tuple[LayerKind, ...]:
     ):
         raise raw.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}")
     ropes = _ropes(raw, family)
-    kinds = {FULL: LayerKind(ropes[FULL]), SLIDING: LayerKind(ropes[SLIDING], window=_window(raw, family))}
-    return tuple(kinds[each] for each in types)
+    windows = {FULL: None, SLIDING: _window(raw, family)}
+    with_experts = _layers_with_experts(raw, family.experts, num_layers)
+    return tuple(
+        LayerKind(ropes[each], windows[each], layer in with_experts) for layer, each in enumerate(types)
+    )
+
+
+def _layers_with_experts(raw: Settings, experts: Experts | None, num_layers: int) -> Collection[int]:
+    if experts is None:
+        return ()
+    if not experts.dense_layers:
+        return range(num_layers)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(
+        isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < num_layers for each in dense
+    ):
+        raise raw.wrong("mlp_only_layers", f"a list of layers, 0 to {num_layers - 1}")
+    step = raw.integer("decoder_sparse_step", default=1)
+    return set(range(step - 1, num_layers, step)) - set(dense)
+
+
+def _mixture(raw: Settings, experts: Experts) -> Mixture:
+    """What takes the MLP's place. `num_experts` and `num_local_experts` are one thing: versions differ."""
+    counts = [
+        raw.integer(name, at_most=MAX_EXPERTS)
+        for name in ("num_experts", "num_local_experts")
+        if raw.get(name) is not None
+    ] or [experts.num_experts]
+    if counts[0] != counts[-1]:
+        raise ModelError(
+            f"{raw.source} says num_experts {counts[0]} and num_local_experts {counts[-1]}; they must agree."
+        )
+    shared_size = None
+    if experts.shared_size is not None:
+        shared_size = raw.integer("shared_expert_intermediate_size", default=experts.shared_size)
+    return Mixture(
+        num_experts=counts[0],
+        num_experts_per_token=raw.integer(
+            "num_experts_per_tok", default=experts.num_experts_per_token, at_most=MAX_EXPERTS
+        ),
+        intermediate_size=raw.integer(experts.size_name, default=experts.size),
+        norm_topk_prob=experts.always_normed or raw.boolean("norm_topk_prob"),
+        shared_intermediate_size=shared_size,
+    )
 
 
 def _window(raw: Settings, family: Family) -> int | None:
     is_switched_off = family.window_switch is not None and not raw.boolean(family.window_switch)
-    is_null = "sliding_window" in raw.values and raw.get("sliding_window") is None
-    if family.window is None or is_switched_off or is_null:
+    is_none = raw.get("sliding_window") is None and (family.window is None or "sliding_window" in raw.values)
+    if family.layer_types is _all_full or is_switched_off or is_none:
         return None
     return raw.integer("sliding_window", default=family.window)
 

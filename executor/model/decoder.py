@@ -3,7 +3,7 @@
 All families are this one loop: in what they differ is in the configuration, and in which norms the weights
 have. Nothing here knows where one sequence ends and the next begins: only attention does. Nothing here knows
 how anything is computed either: `executor.operations` does. Source of the arithmetic: Hugging Face
-transformers, `modeling_llama`, `modeling_qwen3` and `modeling_gemma3`.
+transformers, `modeling_llama`, `modeling_qwen3`, `modeling_gemma3` and `modeling_qwen2_moe`.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from executor.kv_cache import KVCache
 from executor.model.config import ModelConfig
 from executor.model.rope import rope_table
 from executor.model.weights import ModelWeights
-from executor.operations.base import Activation, Operations, StepTensors
+from executor.operations.base import Activation, Experts, Mlp, Operations, StepTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,15 @@ class Decoder:
             normed = operations.add_norm(
                 hidden, update, layer.mlp_norm, update_norm=layer.attention_update_norm
             )
-            update = operations.update(operations.gated(normed, layer.gate_up, self._activation), layer.down)
+            update = self._mlp(normed, layer.mlp)
             normed = operations.add_norm(hidden, update, norms[index + 1], update_norm=layer.mlp_update_norm)
         return Hidden(normed, step)
+
+    def _mlp(self, normed: Tensor, mlp: Mlp | Experts) -> Tensor:
+        operations = self._operations
+        if isinstance(mlp, Experts):
+            return operations.mixture(normed, mlp, self._activation)
+        return operations.update(operations.gated(normed, mlp.gate_up, self._activation), mlp.down)
 
     def head(self, hidden: Hidden, indices: Tensor | None = None) -> Tensor:
         """Float32 logits of the sampling rows, or of the tokens at `indices` (int64) into T.

@@ -5,12 +5,14 @@ Where the metadata are silent, llama.cpp (`src/llama-model.cpp`, which defines t
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from executor.model.config import (
+    MAX_EXPERTS,
     MAX_LAYERS,
     LayerKind,
+    Mixture,
     ModelConfig,
     Rope,
     RopeScaling,
@@ -30,6 +32,36 @@ _UNSERVED_SCALING = (
 )
 
 
+_SOFTMAX = 1
+"""Of `expert_gating_func`."""
+_UNSERVED_ROUTING: Mapping[str, tuple[float, ...]] = {
+    "expert_gating_func": (0, _SOFTMAX),
+    "expert_weights_scale": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_group_scale": (0, 1),
+    "leading_dense_block_count": (0,),
+    "moe_every_n_layers": (0, 1),
+    "interleave_moe_layer_step": (0, 1),
+    "moe_latent_size": (0,),
+    "router_logit_softcapping": (0,),
+}
+"""What would make another mixture of it, and the values that do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What an architecture's absent settings mean for its experts."""
+
+    are_optional: bool = False
+    """Whether there are models without them."""
+    norm_topk_prob: bool = False
+    shares_size: bool = False
+    """Whether an expert has `feed_forward_length`, not a part of it for each that a token has."""
+    has_shared: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """What a name under `general.architecture` stands for, and what its absent settings mean."""
@@ -44,6 +76,7 @@ class Architecture:
     window: int | None = None
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
+    experts: Experts | None = None
     num_layers_at_27b: int = 0
     """So many layers has the size whose attention scale comes from hidden_size / num_heads."""
     rope_theta: float = 10_000.0
@@ -52,9 +85,13 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(has_neighbour_rows=True),
+    "llama": Architecture(
+        has_neighbour_rows=True, experts=Experts(are_optional=True, norm_topk_prob=True, shares_size=True)
+    ),
     "qwen2": Architecture(),
     "qwen3": Architecture(qk_norm=True),
+    "qwen2moe": Architecture(experts=Experts(has_shared=True)),
+    "qwen3moe": Architecture(qk_norm=True, experts=Experts(norm_topk_prob=True)),
     "gemma2": Architecture(
         is_gemma=True,
         full_every=2,
@@ -90,15 +127,16 @@ def config_from_metadata(
     """The model's shape from the file's metadata, and from which tensors it has. Raises `ModelError`."""
     architecture = architecture_of(metadata, source)
     said = Settings(metadata, source, prefix=f"{metadata['general.architecture']}.")
-    if said.get("expert_count"):
-        raise said.refused("expert_count", "none, for mixtures of experts are not served")
     hidden_size = said.integer("embedding_length")
     num_heads = said.integer("attention.head_count")
     head_dim = said.integer("attention.key_length", default=max(1, hidden_size // num_heads))
     for name in ("attention.value_length", "rope.dimension_count"):
         if said.integer(name, default=head_dim) != head_dim:
             raise said.refused(name, f"the size of a query head, {head_dim}")
-    layers = _layer_kinds(said, architecture)
+    mixture = _mixture(said, architecture.experts)
+    layers = tuple(
+        replace(kind, has_experts=mixture is not None) for kind in _layer_kinds(said, architecture)
+    )
     is_27b = len(layers) == architecture.num_layers_at_27b
     return ModelConfig(
         vocab_size=vocab_size,
@@ -123,6 +161,32 @@ def config_from_metadata(
             "attn_logit_softcapping", absent=architecture.attention_soft_cap
         ),
         logits_soft_cap=said.optional_number("final_logit_softcapping", absent=architecture.logits_soft_cap),
+        mixture=mixture,
+    )
+
+
+def _mixture(said: Settings, experts: Experts | None) -> Mixture | None:
+    if experts is None and said.get("expert_count"):
+        raise said.refused("expert_count", "none, for this architecture has no experts")
+    if experts is None or (experts.are_optional and not said.get("expert_count")):
+        return None
+    for name, harmless in _UNSERVED_ROUTING.items():
+        if said.get(name) is not None and said.get(name) not in harmless:
+            raise said.refused(name, " or ".join(map(str, harmless)))
+    num_experts = said.integer("expert_count", at_most=MAX_EXPERTS)
+    per_token = said.integer("expert_used_count", at_most=MAX_EXPERTS)
+    size = said.integer("feed_forward_length")
+    return Mixture(
+        num_experts=num_experts,
+        num_experts_per_token=per_token,
+        intermediate_size=said.integer(
+            "expert_feed_forward_length",
+            default=size if experts.shares_size else max(1, size // per_token),
+        ),
+        norm_topk_prob=said.boolean("expert_weights_norm", default=experts.norm_topk_prob),
+        shared_intermediate_size=(
+            said.integer("expert_shared_feed_forward_length", default=size) if experts.has_shared else None
+        ),
     )
 
 

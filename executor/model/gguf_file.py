@@ -1,13 +1,14 @@
 """Opens a GGUF file. Quantised tensors are dequantised when they are read, or read in their codes.
 
-Three things differ from a Hugging Face folder beside the names. The file lists sizes fastest dimension
-first. Gemma's norms have had their 1 added. And the rows of query and key projections of `llama` are
-reordered, because llama.cpp rotates neighbouring elements there and Hugging Face rotates halves: within a
-head, file row 2i + h is row i + h * head_dim / 2 here. The other architectures rotate halves in both.
+Four things differ from a Hugging Face folder beside the names. The file lists sizes fastest dimension
+first. The experts of a layer are one tensor, which is cut into theirs. Gemma's norms have had their 1 added.
+And the rows of query and key projections of `llama` are reordered, because llama.cpp rotates neighbouring
+elements there and Hugging Face rotates halves: within a head, file row 2i + h is row i + h * head_dim / 2
+here. The other architectures rotate halves in both.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import gguf
@@ -42,7 +43,15 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_STACKS = {"ffn_gate_exps": "ffn_gate", "ffn_up_exps": "ffn_up", "ffn_down_exps": "ffn_down"}
+"""Matrices of all experts of a layer, one behind the other, and what each was called when it stood alone."""
+_EXPERT_NAMES = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 _GEMMA_LAYER_NAMES = _LAYER_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -100,9 +109,27 @@ def open_gguf(path: Path, generation_config: Path | None = None) -> Checkpoint:
         token_bytes=of_gguf(metadata),
         tensors={
             hugging_face_name(name, layer_names): stored_tensor(tensor, reordered, path)
-            for name, tensor in stored.items()
+            for whole in stored.values()
+            for name, tensor in matrices_of(whole)
         },
     )
+
+
+def matrices_of(tensor: gguf.ReaderTensor) -> Iterator[tuple[str, gguf.ReaderTensor]]:
+    """A tensor of the file as Hugging Face has it, by llama.cpp's names: a stack of experts one by one.
+
+    The shared expert's gate is a vector in some files, and a matrix of one row in others.
+    """
+    match tensor.name.split("."):
+        case ["blk", layer, part, kind] if part in _STACKS and len(tensor.data.shape) == 3:  # noqa: PLR2004
+            for expert, data in enumerate(tensor.data):
+                alone = tensor._replace(shape=tensor.shape[:2], data=data)
+                yield f"blk.{layer}.{_STACKS[part]}.{expert}.{kind}", alone
+        case ["blk", _, "ffn_gate_inp_shexp", _] if len(tensor.data.shape) == 1:
+            row = tensor.data.reshape(1, -1)
+            yield tensor.name, tensor._replace(shape=np.append(tensor.shape, 1), data=row)
+        case _:
+            yield tensor.name, tensor
 
 
 def hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
@@ -110,6 +137,8 @@ def hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
     match name.split("."):
         case ["blk", layer, part, kind] if part in layer_names:
             return f"model.layers.{layer}.{layer_names[part]}.{kind}"
+        case ["blk", layer, part, expert, kind] if part in _EXPERT_NAMES:
+            return f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.{kind}"
         case _:
             return _TOP_LEVEL_NAMES.get(name, name)
 

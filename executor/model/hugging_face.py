@@ -20,6 +20,7 @@ from executor.model.token_bytes import of_tokenizer_json
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
+_MIXTRAL_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 MAX_TOKEN_IDS = 1 << 24
 NUMBER_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -40,7 +41,7 @@ def open_folder(folder: Path) -> Checkpoint:
         eos_token_ids=checked_eos_ids(eos_ids, config.vocab_size, folder),
         token_texts=texts_in_id_order(tokens),
         token_bytes=of_tokenizer_json(tokenizer, tokens),
-        tensors=text_part(stored_tensors(folder)),
+        tensors=with_common_names(text_part(stored_tensors(folder))),
     )
 
 
@@ -92,6 +93,24 @@ def text_part(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         elif name == "lm_head.weight":
             found[name] = tensor
     return found
+
+
+def with_common_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors, Mixtral's experts under the names that the other families have for theirs."""
+    return {common_name(name): tensor for name, tensor in tensors.items()}
+
+
+def common_name(name: str) -> str:
+    """What a tensor is called here; most have one name everywhere."""
+    match name.split("."):
+        case ["model", "layers", layer, "block_sparse_moe", "gate", kind]:
+            return f"model.layers.{layer}.mlp.gate.{kind}"
+        case ["model", "layers", layer, "block_sparse_moe", "experts", expert, part, kind] if (
+            part in _MIXTRAL_PARTS
+        ):
+            return f"model.layers.{layer}.mlp.experts.{expert}.{_MIXTRAL_PARTS[part]}.{kind}"
+        case _:
+            return name
 
 
 def shard_tensors(path: Path) -> dict[str, StoredTensor]:

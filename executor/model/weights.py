@@ -6,6 +6,9 @@ products:
 
     qkv:      [query rows | key rows | value rows]   x hidden_size
     gate_up:  [gate rows | up rows]                  x hidden_size
+    router:   [experts | shared expert's gate]       x hidden_size
+
+A mixture's experts are as many small MLPs, and its router is never quantised: what it chooses would change.
 
 How a matrix lies in memory is up to the operations that will compute with it: each is packed as soon as it is
 read, so that a model is never in memory twice.
@@ -20,15 +23,18 @@ import torch
 from torch import Tensor
 
 from executor.model.checkpoint import Checkpoint, StoredTensor
-from executor.model.config import ModelConfig
+from executor.model.config import LayerKind, Mixture, ModelConfig
 from executor.model.errors import ModelError
 from executor.model.quantized import LARGEST_IN_8_BITS, Quantization, QuantizedMatrix, quantized, stacked
-from executor.operations.base import Linear, Matrix, Norm, Operations
+from executor.operations.base import Experts, Linear, Matrix, Mlp, Norm, Operations
 
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROPE_DIVISORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies; only GGUF files have them."""
+ROUTER = "mlp.gate"
+SHARED_EXPERT = "mlp.shared_expert"
+SHARED_GATE = "mlp.shared_expert_gate"
 
 _SAMPLE_SIZE = 256
 _MOST_NAMED = 3
@@ -47,8 +53,7 @@ class LayerWeights:
     attention_out: Linear
     attention_update_norm: Norm | None
     mlp_norm: Norm
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | Experts
     mlp_update_norm: Norm | None
 
 
@@ -125,27 +130,50 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, config.attention_out_bias),
-        "mlp.gate_proj": (mlp, hidden, config.mlp_bias),
-        "mlp.up_proj": (mlp, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, mlp, config.mlp_bias),
     }
+    dense = _mlp_shapes("mlp", hidden, mlp, has_bias=config.mlp_bias)
+    experts = {} if config.mixture is None else _mixture_shapes(config.mixture, hidden)
     names = norm_names(config)
     norms = dict.fromkeys((names.attention, names.attention_update, names.mlp, names.mlp_update), (hidden,))
     norms |= dict.fromkeys((names.query, names.key), (config.head_dim,))
-    for layer in range(config.num_layers):
+    for layer, kind in enumerate(config.layers):
         prefix = f"model.layers.{layer}."
         shapes |= {f"{prefix}{name}.weight": shape for name, shape in norms.items() if name is not None}
-        for name, (rows, columns, has_bias) in projections.items():
+        matrices = projections | (experts if kind.has_experts else dense)
+        for name, (rows, columns, has_bias) in matrices.items():
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
     return shapes
 
 
+def _mlp_shapes(
+    prefix: str, hidden_size: int, size: int, *, has_bias: bool = False
+) -> dict[str, tuple[int, int, bool]]:
+    """Rows, columns and biases of an MLP's matrices."""
+    return {
+        f"{prefix}.gate_proj": (size, hidden_size, has_bias),
+        f"{prefix}.up_proj": (size, hidden_size, has_bias),
+        f"{prefix}.down_proj": (hidden_size, size, has_bias),
+    }
+
+
+def _mixture_shapes(mixture: Mixture, hidden_size: int) -> dict[str, tuple[int, int, bool]]:
+    """The same of a mixture's, and of what weighs its experts."""
+    shapes = {ROUTER: (mixture.num_experts, hidden_size, False)}
+    for expert in range(mixture.num_experts):
+        shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden_size, mixture.intermediate_size)
+    if mixture.shared_intermediate_size is not None:
+        shapes |= _mlp_shapes(SHARED_EXPERT, hidden_size, mixture.shared_intermediate_size)
+        shapes[SHARED_GATE] = (1, hidden_size, False)
+    return shapes
+
+
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What the weights take in memory: matrices and biases in `dtype`, norms in float32."""
+    """What the weights take in memory: matrices and biases in `dtype`, norms and routers in float32."""
+    in_full = ("norm.weight", f"{ROUTER}.weight", f"{SHARED_GATE}.weight")
     return sum(
-        math.prod(shape) * (torch.float32 if name.endswith("norm.weight") else dtype).itemsize
+        math.prod(shape) * (torch.float32 if name.endswith(in_full) else dtype).itemsize
         for name, shape in expected_shapes(config).items()
     )
 
@@ -215,7 +243,9 @@ class _Reader:
         self._check_tied_head(table)
         embeddings = self._operations.pack(table, None)
         del table
-        layers = tuple(self._layer(f"model.layers.{layer}.") for layer in range(self._config.num_layers))
+        layers = tuple(
+            self._layer(f"model.layers.{layer}.", kind) for layer, kind in enumerate(self._config.layers)
+        )
         final_norm = self._norm("model.", "norm")
         tied = self._config.tie_word_embeddings
         return ModelWeights(
@@ -228,9 +258,9 @@ class _Reader:
             num_bytes=self._num_bytes,
         )
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def _layer(self, prefix: str, kind: LayerKind) -> LayerWeights:
         config, norms, pack = self._config, self._norm_names, self._operations.pack
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        attention = f"{prefix}self_attn."
         return LayerWeights(
             attention_norm=self._norm(prefix, norms.attention),
             qkv=pack(*self._projection(config.qkv_bias, *(f"{attention}{part}_proj" for part in "qkv"))),
@@ -239,12 +269,25 @@ class _Reader:
             attention_out=pack(*self._projection(config.attention_out_bias, f"{attention}o_proj")),
             attention_update_norm=self._optional_norm(prefix, norms.attention_update),
             mlp_norm=self._norm(prefix, norms.mlp),
-            gate_up=self._operations.pack_gated(
-                *self._projection(config.mlp_bias, f"{mlp}gate_proj", f"{mlp}up_proj")
-            ),
-            down=pack(*self._projection(config.mlp_bias, f"{mlp}down_proj")),
+            mlp=self._experts(prefix) if kind.has_experts else self._mlp(f"{prefix}mlp", config.mlp_bias),
             mlp_update_norm=self._optional_norm(prefix, norms.mlp_update),
         )
+
+    def _mlp(self, prefix: str, has_bias: bool = False) -> Mlp:  # noqa: FBT001, FBT002 - private
+        gate_up = self._projection(has_bias, f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        down = self._projection(has_bias, f"{prefix}.down_proj")
+        return Mlp(self._operations.pack_gated(*gate_up), self._operations.pack(*down))
+
+    def _experts(self, prefix: str) -> Experts:
+        mixture = self._config.mixture
+        assert mixture is not None, "a layer with experts is a layer of a mixture"
+        routers = [ROUTER]
+        mlps = [self._mlp(f"{prefix}mlp.experts.{expert}") for expert in range(mixture.num_experts)]
+        if mixture.shared_intermediate_size is not None:
+            routers.append(SHARED_GATE)
+            mlps.append(self._mlp(prefix + SHARED_EXPERT))
+        router = self._fused(*(f"{prefix}{name}.weight" for name in routers), dtype=torch.float32)
+        return self._operations.pack_experts(router, mlps, mixture)
 
     def _norm(self, prefix: str, name: str) -> Norm:
         weight = self._fused(f"{prefix}{name}.weight", dtype=torch.float32)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import KVCache, LayerCache
+from executor.model.config import Mixture
 from executor.model.quantized import QuantizedMatrix
 
 
@@ -53,6 +54,25 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """An MLP: `down(gated(inputs))`."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts as the operations packed it."""
+
+    router: Tensor
+    """Float32 `[num_experts, hidden_size]`; below them the gate of the shared expert, if there is one."""
+    mlps: tuple[Mlp, ...]
+    """Those that are routed to, then the shared one."""
+    mixture: Mixture
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
     """One step's batch on the device: T tokens, S of which sample."""
 
@@ -83,6 +103,9 @@ class Operations(Protocol):
 
     def pack_gated(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """An MLP's first projection, for `gated`: gate rows, then as many up rows."""
+
+    def pack_experts(self, router: Tensor, mlps: Sequence[Mlp], mixture: Mixture) -> Experts:
+        """A mixture of packed MLPs, and the rows that weigh them: see `Experts`."""
 
     # --- once per step ------------------------------------------------------------------------------
 
@@ -132,6 +155,13 @@ class Operations(Protocol):
 
     def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
         """`activation(inputs @ gate.T) * (inputs @ up.T)`, `[T, out]`, both with their bias."""
+
+    def mixture(self, inputs: Tensor, experts: Experts, activation: Activation) -> Tensor:
+        """What a mixture of experts adds to the hidden states, `[T, hidden_size]`: an `update`.
+
+        The softmax of `inputs @ router.T` is made in float32, and a token's likeliest experts are chosen, of
+        equals the first. Their MLPs, each times its weight, are added in float32 in the order of the experts.
+        """
 
     def rotate_and_store(
         self,

@@ -24,6 +24,7 @@ from executor.kernels.library import (
     COLUMN_PADDING,
     MOST_HEAD_DIM,
     MOST_QUERY_ROWS,
+    MOST_TOKENS_MIXED,
     UNIT_PADDING,
     AttentionCall,
     EmbedCall,
@@ -31,6 +32,7 @@ from executor.kernels.library import (
     Kernels,
     Kind,
     LinearCall,
+    MixtureCall,
     NormCall,
     Operation,
     PackingCall,
@@ -40,8 +42,9 @@ from executor.kernels.library import (
 )
 from executor.kv_cache import KVCache, LayerCache
 from executor.memory import HUGE_PAGE_BYTES, Arena
+from executor.model.config import Mixture
 from executor.model.quantized import QuantizedMatrix
-from executor.operations.base import Activation, Linear, Matrix, Norm, StepTensors
+from executor.operations.base import Activation, Experts, Linear, Matrix, Mlp, Norm, StepTensors
 from executor.operations.tape import Tapes
 from executor.philox import uniforms
 
@@ -49,6 +52,7 @@ _GATES = {Activation.SILU: Finish.SILU_GATE, Activation.GELU_TANH: Finish.GELU_T
 _EVERYTHING = 2**31 - 1
 """A window that no context reaches."""
 _PANEL = 16
+_UNIT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,18 @@ class PackedLinear(Linear):
         call.out, call.out_stride = out.data_ptr(), out.stride(0)
         call.num_rows, call.soft_cap = inputs.shape[0], soft_cap
         return call
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts(Experts):
+    """A mixture in panels, with the call that computes it, as far as it is known."""
+
+    call: MixtureCall
+    gate_up: ctypes.Array[LinearCall]
+    """Where `call` looks for each expert's projections."""
+    down: ctypes.Array[LinearCall]
+    widest: int
+    """Columns of the widest expert's middle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +142,6 @@ class CpuOperations:
         self._spec = spec
         self.block_size = spec.block_size
         self._is_bfloat16 = spec.dtype == torch.bfloat16
-        self._numbers_per_unit = 4 // spec.dtype.itemsize
         self._arena = Arena()
         self._step_arrays = StepArrays()
         self._step_in_progress: StepTensors | None = None
@@ -160,6 +175,27 @@ class CpuOperations:
         places = np.concatenate([place, place + _PANEL])
         return self._packed(weight, bias, places, columns, (in_features, half), gated=True)
 
+    def pack_experts(self, router: Tensor, mlps: Sequence[Mlp], mixture: Mixture) -> PackedExperts:
+        """A call that lists all experts' projections; the router in panels of float32."""
+        packed_router = self.pack(router, None)
+        gate_up, down = ((LinearCall * len(mlps))() for _ in range(2))
+        for index, mlp in enumerate(mlps):
+            assert isinstance(mlp.gate_up, PackedLinear)
+            assert isinstance(mlp.down, PackedLinear)
+            gate_up[index], down[index] = mlp.gate_up.call, mlp.down.call
+        call = MixtureCall(
+            router=packed_router.call,
+            gate_up=ctypes.addressof(gate_up),
+            down=ctypes.addressof(down),
+            num_experts=mixture.num_experts,
+            num_routed=mixture.num_experts_per_token,
+            num_chosen=mixture.num_experts_per_token + len(mlps) - mixture.num_experts,
+            norms_weights=mixture.norm_topk_prob,
+            out_features=mlps[0].down.out_features,
+        )
+        widest = max(mlp.down.in_features for mlp in mlps)
+        return PackedExperts(packed_router.weight, tuple(mlps), mixture, call, gate_up, down, widest)
+
     def _packed(
         self,
         weight: Matrix,
@@ -174,7 +210,8 @@ class CpuOperations:
         if isinstance(weight, QuantizedMatrix):
             packed, num_units, bits = self._packed_codes(weight, num_columns, gated=gated)
         else:
-            packed, num_units, bits = self._packed_numbers(weight, num_columns, gated=gated)
+            packed = self._packed_numbers(weight, num_columns, gated=gated)
+            num_units, bits = padded(in_features, UNIT_PADDING) * weight.itemsize // _UNIT_BYTES, 0
         packed_bias = None
         if bias is not None:
             packed_bias = torch.zeros(num_columns)
@@ -189,16 +226,16 @@ class CpuOperations:
         )
         return PackedLinear(packed, packed_bias, in_features, out_features, call)
 
-    def _packed_numbers(self, weight: Tensor, num_columns: int, *, gated: bool) -> tuple[Tensor, int, int]:
-        """Numbers of the computation's type, the units of a panel, and no bits."""
+    def _packed_numbers(self, weight: Tensor, num_columns: int, *, gated: bool) -> Tensor:
+        """Numbers of their own type, float32 or bfloat16."""
         num_rows, in_features = weight.shape
         weight = weight.contiguous()
-        depth = padded(in_features, UNIT_PADDING)
-        packed = self._arena.zeros(num_columns * depth, self._spec.dtype)
+        packed = self._arena.zeros(num_columns * padded(in_features, UNIT_PADDING), weight.dtype)
+        is_bfloat16 = weight.dtype == torch.bfloat16
         self._kernels.pack_weight(
-            weight.data_ptr(), num_rows, in_features, gated, packed.data_ptr(), self._is_bfloat16
+            weight.data_ptr(), num_rows, in_features, gated, packed.data_ptr(), is_bfloat16
         )
-        return packed, depth // self._numbers_per_unit, 0
+        return packed
 
     def _packed_codes(
         self, weight: QuantizedMatrix, num_columns: int, *, gated: bool
@@ -338,6 +375,37 @@ class CpuOperations:
     def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
         """One product of both halves; the gate is applied to the float32 sums."""
         return self._linear("gated", inputs, layer, _GATES[activation], self._spec.dtype)
+
+    def mixture(self, inputs: Tensor, experts: Experts, activation: Activation) -> Tensor:
+        """One call: the rows of all experts are computed side by side."""
+        assert isinstance(experts, PackedExperts)
+        call = MixtureCall.from_buffer_copy(experts.call)
+        num_tokens, in_features = inputs.shape
+        most_tokens = min(num_tokens, MOST_TOKENS_MIXED)
+        most_rows = most_tokens * call.num_chosen
+
+        def room(name: str, num_rows: int, width: int, dtype: torch.dtype) -> int:
+            return self._buffers.take(f"mixture {name}", num_rows, width, dtype).data_ptr()
+
+        factor_width = max(padded(in_features, UNIT_PADDING), padded(experts.widest, UNIT_PADDING))
+        middle = self._buffers.take("mixture middle", most_rows, experts.widest, self._spec.dtype)
+        out = self._buffers.take("mixture", num_tokens, call.out_features, self._spec.dtype)
+        call.rows, call.row_stride = inputs.data_ptr(), inputs.stride(0)
+        call.wide = room("wide", most_tokens, in_features, torch.float32)
+        call.logits = room("logits", most_tokens, call.router.num_columns, torch.float32)
+        call.weights = room("weights", most_tokens, call.num_chosen, torch.float32)
+        call.chosen = room("chosen", most_tokens, call.num_chosen, torch.int32)
+        call.places = room("places", most_tokens, call.num_chosen, torch.int32)
+        call.tokens = room("tokens", most_rows, 1, torch.int32)
+        call.experts = room("experts", most_rows, 1, torch.int32)
+        call.factors = room("factors", most_rows, factor_width, torch.float32)
+        call.factor_bytes = factor_width * torch.float32.itemsize
+        call.middle, call.middle_stride = middle.data_ptr(), middle.stride(0)
+        call.updates = room("updates", most_rows, call.out_features, torch.float32)
+        call.out, call.out_stride = out.data_ptr(), out.stride(0)
+        call.num_tokens = num_tokens
+        self._compute(Kind.MIX, call, _GATES[activation])
+        return out
 
     def rotate_and_store(
         self,

@@ -14,7 +14,8 @@ from executor import late_sampler, sampler
 from executor.attention.base import AttentionBackend
 from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import KVCache, LayerCache
-from executor.operations.base import Activation, Linear, Matrix, Norm, StepTensors
+from executor.model.config import Mixture
+from executor.operations.base import Activation, Experts, Linear, Matrix, Mlp, Norm, StepTensors
 from executor.staging import StepArrays, on_device
 
 
@@ -40,6 +41,10 @@ class PlainOperations:
         assert isinstance(weight, Tensor), "codes are our own kernels' alone"
         num_rows, in_features = weight.shape
         return Linear(weight, bias, in_features, num_rows // 2)
+
+    def pack_experts(self, router: Tensor, mlps: Sequence[Mlp], mixture: Mixture) -> Experts:
+        """As they are."""
+        return Experts(router, tuple(mlps), mixture)
 
     def prepare(self, inputs: StepInputs) -> StepTensors:
         """The step's arrays on the device."""
@@ -99,6 +104,17 @@ class PlainOperations:
             return functional.silu(gate) * up
         return functional.gelu(gate, approximate="tanh") * up
 
+    def mixture(self, inputs: Tensor, experts: Experts, activation: Activation) -> Tensor:
+        """Expert by expert, each with the tokens that chose it."""
+        chosen, weights = routed(functional.linear(inputs.float(), experts.router), experts.mixture)
+        total = torch.zeros(inputs.shape[0], experts.router.shape[1])
+        for expert in sorted(set(chosen.flatten().tolist())):
+            mlp = experts.mlps[expert]
+            tokens, places = torch.where(chosen == expert)
+            update = _linear(self.gated(inputs[tokens], mlp.gate_up, activation), mlp.down)
+            total[tokens] += update.float() * weights[tokens, places, None]
+        return total.to(self._spec.dtype)
+
     def rotate_and_store(
         self,
         qkv: Tensor,
@@ -121,6 +137,26 @@ class PlainOperations:
     def attend(self, query: Tensor, step: StepTensors, cache: LayerCache, *, window: int | None) -> Tensor:
         """By the back end."""
         return self.attention.forward(query, cache, step.attention, window=window).flatten(1)
+
+
+def routed(logits: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    """Experts `[T, chosen]` of each token, ascending, and their weights, by what the router gives.
+
+    `logits` are float32 `[T, num_experts]`, and the shared expert's behind them, which is always chosen.
+    """
+    probabilities = torch.softmax(logits[:, : mixture.num_experts], dim=-1)
+    # Sorted, for `topk` takes any of equals.
+    weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
+    weights, chosen = (each[:, : mixture.num_experts_per_token] for each in (weights, chosen))
+    if mixture.norm_topk_prob:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    chosen, order = chosen.sort(dim=-1)
+    weights = weights.gather(-1, order)
+    if mixture.shared_intermediate_size is None:
+        return chosen, weights
+    shared = torch.full_like(chosen[:, :1], mixture.num_experts)
+    gate = torch.sigmoid(logits[:, mixture.num_experts :])
+    return torch.cat([chosen, shared], dim=-1), torch.cat([weights, gate], dim=-1)
 
 
 def _linear(inputs: Tensor, layer: Linear) -> Tensor:

@@ -1,10 +1,10 @@
 """A decoder's operations on one rank's shard, which exchanges make into those of the whole model.
 
 Most are those of the shard itself. Three need the other ranks: embeddings, where a token's row is on one rank
-only; updates, which are sums over the ranks; and logits, which the first rank puts together. Only the first
-rank samples: matchers, penalties and draws are state of requests, which would otherwise have to be sent to
-the others, and one would have to trust that all ranks have equal logits. As it is, one rank's choice is the
-only one.
+only; updates, a mixture's too, which are sums over the ranks; and logits, which the first rank puts together.
+Only the first rank samples: matchers, penalties and draws are state of requests, which would otherwise have
+to be sent to the others, and one would have to trust that all ranks have equal logits. As it is, one rank's
+choice is the only one.
 
 Wraps any `Operations`, on any device: they do not know that they compute with only a part of the model.
 """
@@ -17,7 +17,17 @@ from torch import Tensor
 
 from executor.inputs import SampleRow, StepInputs
 from executor.kv_cache import KVCache, LayerCache
-from executor.operations.base import Activation, Linear, Matrix, Norm, Operations, StepTensors
+from executor.model.config import Mixture
+from executor.operations.base import (
+    Activation,
+    Experts,
+    Linear,
+    Matrix,
+    Mlp,
+    Norm,
+    Operations,
+    StepTensors,
+)
 
 
 class Exchange(Protocol):
@@ -64,6 +74,12 @@ class ParallelOperations:
         self._exchange.add(update)
         return update
 
+    def mixture(self, inputs: Tensor, experts: Experts, activation: Activation) -> Tensor:
+        """The sum of all ranks' parts: each has a part of every expert, and all choose the same ones."""
+        update = self._shard.mixture(inputs, experts, activation)
+        self._exchange.add(update)
+        return update
+
     def logits(self, normed: Tensor, step: StepTensors, head: Linear, soft_cap: float | None) -> Tensor:
         """Of the whole vocabulary on the first rank; of their part of it on the others."""
         return self._exchange.gather(self._shard.logits(normed, step, head, soft_cap), self._widths)
@@ -81,6 +97,10 @@ class ParallelOperations:
     def pack_gated(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """The shard's."""
         return self._shard.pack_gated(weight, bias)
+
+    def pack_experts(self, router: Tensor, mlps: Sequence[Mlp], mixture: Mixture) -> Experts:
+        """The shard's."""
+        return self._shard.pack_experts(router, mlps, mixture)
 
     def prepare(self, inputs: StepInputs) -> StepTensors:
         """The shard's."""

@@ -6,23 +6,23 @@ same hidden states. Everything that loads and computes a model works on it as it
     matrix                  a rank has            what its product is
     embed_tokens, lm_head   rows of some tokens   these tokens' hidden states; their logits
     q, k, v                 rows of whole heads   its heads, which attend by themselves
-    gate, up                some rows             its part of the MLP's middle
+    gate, up                some rows             its part of the MLP's middle, of every expert's
     o, down                 the columns of these  a part of the update, which is the sum of these
 
-Norms are whole on every rank. A bias of o or down is added only by rank 0, since otherwise the sum would
-contain it once for each rank. Query heads are divided evenly, each with the key-value head it reads; if there
-are fewer key-value heads than ranks, several ranks hold the same one. MLP and vocabulary need not divide
-evenly: some ranks then have one row more.
+Norms and routers are whole on every rank. A bias of o or down is added only by rank 0, since otherwise a sum
+would contain it once for each rank. Query heads are divided evenly, each with the key-value head it reads; if
+there are fewer key-value heads than ranks, several ranks hold the same one. MLP and vocabulary need not
+divide evenly: some ranks then have one row more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 import torch
 
 from executor.model.checkpoint import Checkpoint, StoredTensor
-from executor.model.config import ModelConfig
+from executor.model.config import Mixture, ModelConfig
 from executor.model.errors import ModelError
 from executor.model.weights import (
     HEAD,
@@ -52,11 +52,22 @@ class Shard:
                 f"over {size} ranks: the heads must be a multiple of the ranks, and the key-value heads too, "
                 f"or the ranks a multiple of them. --tensor-parallel can be {_sizes(heads, kv_heads)}."
             )
-        if self.whole.intermediate_size < size:
-            raise ModelError(
-                f"a model with intermediate_size {self.whole.intermediate_size} cannot be shared out over "
-                f"{size} ranks: each needs a row of the MLP."
-            )
+        for what, rows in self._mlp_sizes():
+            if rows < size:
+                raise ModelError(
+                    f"a model with {what} {rows} cannot be shared out over {size} ranks: each needs a row of "
+                    "the MLP."
+                )
+
+    def _mlp_sizes(self) -> Iterator[tuple[str, int]]:
+        """Rows of all kinds of MLPs that the model has, for people."""
+        mixture = self.whole.mixture
+        if not all(kind.has_experts for kind in self.whole.layers):
+            yield "intermediate_size", self.whole.intermediate_size
+        if mixture is not None:
+            yield "experts of intermediate_size", mixture.intermediate_size
+        if mixture is not None and mixture.shared_intermediate_size is not None:
+            yield "a shared expert of intermediate_size", mixture.shared_intermediate_size
 
     @property
     def heads(self) -> slice:
@@ -72,7 +83,24 @@ class Shard:
     @property
     def mlp(self) -> slice:
         """Rows of the MLP's middle."""
-        return _span(self.whole.intermediate_size, self.rank, self.size)
+        return self.rows_of(self.whole.intermediate_size)
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Its part of every expert."""
+        whole = self.whole.mixture
+        if whole is None:
+            return None
+        shared = whole.shared_intermediate_size
+        return replace(
+            whole,
+            intermediate_size=_length(self.rows_of(whole.intermediate_size)),
+            shared_intermediate_size=None if shared is None else _length(self.rows_of(shared)),
+        )
+
+    def rows_of(self, intermediate_size: int) -> slice:
+        """Rows of the middle of an MLP of this size."""
+        return _span(intermediate_size, self.rank, self.size)
 
     @property
     def vocabulary(self) -> slice:
@@ -92,6 +120,7 @@ class Shard:
             num_kv_heads=_length(self.kv_heads),
             intermediate_size=_length(self.mlp),
             vocab_size=_length(self.vocabulary),
+            mixture=self.mixture,
         )
 
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -105,7 +134,7 @@ class Shard:
         return replace(checkpoint, config=self.config, tensors=parts)
 
     def _part(self, name: str, whole: StoredTensor) -> StoredTensor:
-        rows, columns = self._cut(name)
+        rows, columns = self._cut(name, whole.shape)
         read = whole.read_part
         if name.endswith((".o_proj.bias", ".down_proj.bias")) and self.rank > 0:
             read = _zeros(whole)
@@ -115,8 +144,8 @@ class Shard:
         read_blocks = None if whole.read_blocks is None else _within(whole.read_blocks, rows, columns)
         return StoredTensor(shape, whole.dtype, _within(read, rows, columns), whole, read_blocks)
 
-    def _cut(self, name: str) -> tuple[slice, slice]:
-        """Rows and columns of the tensor `name`."""
+    def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[slice, slice]:
+        """Rows and columns of the tensor `name`, which as a whole is of `shape`."""
         head_dim = self.whole.head_dim
         match name.split(".")[-2:]:
             case ["embed_tokens" | "lm_head", _]:
@@ -126,11 +155,11 @@ class Shard:
             case ["k_proj" | "v_proj", _]:
                 return _times(self.kv_heads, head_dim), _EVERYTHING
             case ["gate_proj" | "up_proj", _]:
-                return self.mlp, _EVERYTHING
+                return self.rows_of(shape[0]), _EVERYTHING
             case ["o_proj", "weight"]:
                 return _EVERYTHING, _times(self.heads, head_dim)
             case ["down_proj", "weight"]:
-                return _EVERYTHING, self.mlp
+                return _EVERYTHING, self.rows_of(shape[1])
             case _:
                 return _EVERYTHING, _EVERYTHING
 

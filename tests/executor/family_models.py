@@ -21,6 +21,7 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -35,6 +36,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                  "max_window_layers": 2}),
     "qwen_3": ("Qwen3", {"head_dim": 32}),
     "qwen_3_bias": ("Qwen3", {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral_sliding": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1,
+                                    "sliding_window": WINDOW}),
+    "qwen_2_moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 72}),
+    "qwen_2_moe_sliding": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 24, "qkv_bias": False,
+                                                  "use_sliding_window": True, "sliding_window": WINDOW,
+                                                  "max_window_layers": 2, "decoder_sparse_step": 2}),
+    "qwen_3_moe": ("Qwen3Moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "qwen_3_moe_mixed": ("Qwen3Moe", EXPERTS | {"head_dim": 32, "mlp_only_layers": [1, 2],
+                                                "use_sliding_window": True, "sliding_window": WINDOW}),
     "gemma_2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma_2_untied": ("Gemma2", GEMMA | {"tie_word_embeddings": False, "attn_logit_softcapping": None}),
     "gemma_3": ("Gemma3Text", GEMMA | {"sliding_window_pattern": 3}),

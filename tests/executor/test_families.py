@@ -29,6 +29,8 @@ def in_old_words(folder: Path) -> Path:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
+    if config["model_type"] == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     path.write_text(json.dumps(config))
     return folder
@@ -52,7 +54,10 @@ def test_logits_equal_the_reference(family: str, arithmetic: str, tmp_path: Path
     equal(one_shot_logits(load(folder), TEXT), reference_logits(folder, TEXT))
 
 
-@pytest.mark.parametrize("family", ["llama_3", "mistral", "qwen_2_sliding", "gemma_2", "gemma_3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama_3", "mistral", "qwen_2_sliding", "mixtral", "qwen_2_moe", "qwen_3_moe", "gemma_2", "gemma_3"],
+)
 def test_a_config_json_in_the_words_of_the_hub_means_the_same(family: str, tmp_path: Path) -> None:
     expected = one_shot_logits(load(family_models.build(tmp_path, family)), TEXT)
     assert torch.equal(one_shot_logits(load(in_old_words(tmp_path)), TEXT), expected)
@@ -67,7 +72,19 @@ def in_pieces(runner: ModelRunner) -> list[torch.Tensor]:
     return logits_by_steps(runner, [TEXT, OTHER], steps, seed=3)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen_2_sliding", "qwen_3", "gemma_2", "gemma_3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mistral",
+        "qwen_2_sliding",
+        "qwen_3",
+        "gemma_2",
+        "gemma_3",
+        "mixtral_sliding",
+        "qwen_2_moe",
+        "qwen_3_moe",
+    ],
+)
 def test_b22_chunks_and_mixed_batches_equal_one_shot(family: str, arithmetic: str, tmp_path: Path) -> None:
     runner = load(family_models.build(tmp_path, family))
     assert runner.row_invariant == (arithmetic == "kernels")
@@ -75,7 +92,7 @@ def test_b22_chunks_and_mixed_batches_equal_one_shot(family: str, arithmetic: st
         equal(found, one_shot_logits(runner, token_ids[: len(found)]))
 
 
-@pytest.mark.parametrize("family", ["qwen_3", "gemma_2", "gemma_3"])
+@pytest.mark.parametrize("family", ["qwen_3", "gemma_2", "gemma_3", "qwen_3_moe"])
 def test_b119_bfloat16_is_no_further_from_float32_than_the_reference(family: str, tmp_path: Path) -> None:
     folder = family_models.build(tmp_path, family)
     exact = one_shot_logits(load(folder), TEXT)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from executor.model import ModelError
-from executor.model.config import LayerKind, ModelConfig, Rope, RopeScaling
-from executor.model.gguf_config import config_from_metadata
+from executor.model.config import LayerKind, Mixture, ModelConfig, Rope, RopeScaling
+from executor.model.gguf_config import ARCHITECTURES, config_from_metadata
 from executor.model.opening import open_checkpoint
 from tests.executor import family_models
 from tests.executor.gguf_models import write_gguf
@@ -67,6 +67,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "gemma2",
             SLIDING | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
         ),
+        ("mixtral", {}, "llama", {"rope__freq_base": 1e6}),
+        ("qwen_2_moe", {}, "qwen2moe", {}),
+        ("qwen_2_moe", {"norm_topk_prob": True}, "qwen2moe", {"expert_weights_norm": True}),
+        ("qwen_3_moe", {}, "qwen3moe", {}),
         ("gemma_3", GEMMA, "gemma3", SLIDING | {"attention__sliding_window_pattern": 3}),
         ("gemma_3", GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 6}, "gemma3", SLIDING),
         (
@@ -80,7 +84,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             },
         ),
     ],
-    ids=["llama", "smollm", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3_deep", "yarn"],
+    ids=[
+        *("llama", "smollm", "mistral", "qwen2", "qwen3", "gemma2"),
+        *("mixtral", "qwen2moe", "qwen2moe_normed", "qwen3moe"),
+        *("gemma3", "gemma3_deep", "yarn"),
+    ],
 )
 def test_each_architecture_equals_the_folder_it_was_made_from(
     family: str, changes: dict[str, Any], architecture: str, said: dict[str, Any], tmp_path: Path
@@ -112,6 +120,9 @@ def test_quantised_tensors_are_the_folders_to_within_their_step(
         assert found.dtype == torch.float32
         assert not torch.equal(found, expected)
         assert (found - expected).abs().max() <= error * expected.abs().max()
+
+
+EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 
 
 def metadata(architecture: str, **said: Any) -> dict[str, Any]:
@@ -151,6 +162,13 @@ def test_scaling_in_gemma_3_is_that_of_the_layers_without_window() -> None:
     [
         ("gemma3", {}, "gemma3.attention.sliding_window is missing"),
         ("qwen3", {"expert_count": 4}, "qwen3.expert_count 4 is not supported"),
+        ("qwen3moe", {}, "qwen3moe.expert_count is missing"),
+        ("llama", {"expert_count": 4}, "llama.expert_used_count is missing"),
+        ("qwen3moe", EXPERTS | {"expert_count": 2000}, "expert_count is 2000; it must be at most 1024"),
+        ("qwen2moe", EXPERTS | {"expert_gating_func": 2}, "expert_gating_func 2 is not supported"),
+        ("qwen3moe", EXPERTS | {"expert_weights_scale": 2.5}, "expert_weights_scale 2.5 is not supported"),
+        ("llama", EXPERTS | {"expert_shared_count": 1}, "llama.expert_shared_count 1 is not supported"),
+        ("qwen3moe", EXPERTS | {"leading_dense_block_count": 1}, "leading_dense_block_count 1 is not"),
         ("qwen2", {"attention__value_length": 8}, "qwen2.attention.value_length 8 is not supported"),
         ("llama", {"rope__dimension_count": 8}, "llama.rope.dimension_count 8 is not supported"),
         ("llama", {"attention__head_count_kv": [1, 2]}, "llama.attention.head_count_kv is [1, 2]"),
@@ -179,6 +197,34 @@ def test_metadata_that_cannot_be_served_are_refused_by_name(
         config(architecture, **said)
     assert sentence in str(raised.value)
     assert str(raised.value).startswith("model.gguf: ")
+
+
+def test_what_is_not_said_of_experts_is_what_llama_cpp_takes() -> None:
+    qwen = config("qwen3moe", **EXPERTS, feed_forward_length=8).mixture
+    assert qwen == Mixture(4, 2, intermediate_size=4, norm_topk_prob=True)
+    shared = config("qwen2moe", **EXPERTS, feed_forward_length=8).mixture
+    assert shared == Mixture(4, 2, intermediate_size=4, norm_topk_prob=False, shared_intermediate_size=8)
+    mixtral = config("llama", **EXPERTS, feed_forward_length=8).mixture
+    assert mixtral == Mixture(4, 2, intermediate_size=8, norm_topk_prob=True)
+    assert config("llama", expert_count=0).mixture is None
+
+
+def test_experts_that_stand_alone_are_those_of_a_stack(tmp_path: Path) -> None:
+    folder = family_models.build(tmp_path / "model", "mixtral")
+    stacked = write_gguf(folder, tmp_path / "stacked.gguf")
+    alone = write_gguf(folder, tmp_path / "alone.gguf", stacks=False)
+    names = {tensor.name for tensor in gguf.GGUFReader(alone).tensors}
+    assert "blk.0.ffn_gate.3.weight" in names
+    assert "blk.0.ffn_gate_exps.weight" not in names
+    assert weights(alone).fingerprint == weights(stacked).fingerprint == weights(folder).fingerprint
+
+
+def test_a_shared_experts_gate_may_be_a_vector(tmp_path: Path) -> None:
+    folder = family_models.build(tmp_path / "model", "qwen_2_moe")
+    path = write_gguf(
+        folder, tmp_path / "model.gguf", architecture="qwen2moe", vectors=["shared_expert_gate"]
+    )
+    assert weights(path).fingerprint == weights(folder).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -260,6 +306,4 @@ def test_a_gguf_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "architecture 'phi3' is not supported; supported: llama, qwen2, qwen3, gemma2, gemma3" in refusal(
-        path
-    )
+    assert "architecture 'phi3' is not supported; supported: " + ", ".join(ARCHITECTURES) in refusal(path)

@@ -196,9 +196,10 @@ def test_b114_a_head_beside_tied_embeddings_is_refused_when_it_differs(folder: P
 
 # --- configuration --------------------------------------------------------------------------------
 
+QWEN_3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": None}
 SUPPORTED = (
     "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
-    "Gemma2ForCausalLM, Gemma3ForCausalLM"
+    "MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM"
 )
 
 
@@ -239,6 +240,26 @@ SUPPORTED = (
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"head_dim": 15}, "head_dim is 15"),
+        (QWEN_3_MOE | {"num_experts": 2000}, "num_experts is 2000; it must be at most 1024"),
+        (QWEN_3_MOE | {"num_experts": 0}, "num_experts is 0; it must be a whole number of at least 1"),
+        (QWEN_3_MOE | {"num_experts": 8, "num_local_experts": 4}, "num_experts 8 and num_local_experts 4"),
+        (
+            QWEN_3_MOE | {"num_experts": 4, "num_experts_per_tok": 5},
+            "5 experts for each token cannot be chosen of 4",
+        ),
+        (QWEN_3_MOE | {"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
+        (QWEN_3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+        (QWEN_3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (
+            QWEN_3_MOE | {"mlp_only_layers": [2]},
+            "mlp_only_layers is [2]; it must be a list of layers, 0 to 1",
+        ),
+        (QWEN_3_MOE | {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
+        (QWEN_3_MOE, "model.layers.0.mlp.gate.weight and 771 more are missing"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "model_type": "qwen3_moe"},
+            "architecture 'MixtralForCausalLM' and model_type 'qwen3_moe' are two models",
+        ),
         ({"eos_token_id": 272}, "end token id 272 is outside of the vocabulary of 272 tokens"),
         ({"eos_token_id": "2"}, "eos_token_id is '2'"),
     ],

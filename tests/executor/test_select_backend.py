@@ -12,9 +12,10 @@ from executor.attention.base import AttentionSpec, named_backend, select_backend
 from executor.attention.reference import ReferenceAttention
 from executor.config import ExecutorSettings
 from executor.model import ModelError
+from executor.model.config import LayerKind, Mixture, ModelConfig, Rope
 from executor.operations.plain import PlainOperations
 from executor.runner import ModelRunner
-from executor.selection import BACKENDS, checked_device, select_operations
+from executor.selection import BACKENDS, checked_device, operations_for, select_operations
 from tests.executor.attending import spec
 from tests.rig import fake_flash
 
@@ -50,6 +51,25 @@ def taken(
     (line,) = [line for line in logs if line["event"] == "attention_selected"]
     assert line["backend"] == backend.name
     return backend.name, backend.spec.block_size, line["refused"]
+
+
+def test_a_mixture_of_experts_on_a_gpu_is_refused_before_anything_is_built() -> None:
+    config = ModelConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        max_seq_len=8,
+        layers=(LayerKind(Rope(1e4), has_experts=True),),
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        attention_scale=1.0,
+        mixture=Mixture(2, 1, 8, norm_topk_prob=False),
+    )
+    with pytest.raises(ModelError, match="mixture of experts, which Chairlift computes on CPUs alone"):
+        operations_for(config, torch.device("cuda"), torch.bfloat16, block_size=None, attention=None)
 
 
 def test_the_first_back_end_that_can_serve_is_taken() -> None:

@@ -1,6 +1,7 @@
 """Shards of a model: together they are the whole of it, and each is a smaller model by itself."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import gguf
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from executor.model import ModelError
 from executor.model.checkpoint import Checkpoint, StoredTensor
-from executor.model.config import LayerKind, ModelConfig, Rope
+from executor.model.config import LayerKind, Mixture, ModelConfig, Rope
 from executor.model.opening import open_checkpoint
 from executor.model.weights import check_names_and_shapes
 from executor.parallel.shard import Shard
+from tests.executor import family_models
 from tests.executor.gguf_models import write_gguf
 from tests.executor.loading import weights, weights_of
 from tests.rig import tiny_model
@@ -117,6 +119,38 @@ CUTS = {
     "o_proj": 1,
     "down_proj": 1,
 }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_expert_is_cut_and_its_router_is_whole(size: int, tmp_path: Path) -> None:
+    family_models.build(tmp_path, "qwen_2_moe", num_key_value_heads=4, moe_intermediate_size=41)
+    checkpoint = open_checkpoint(tmp_path)
+    shards = [Shard(checkpoint.config, rank, size).of(checkpoint) for rank in range(size)]
+    for shard in shards:
+        check_names_and_shapes(shard)
+        assert weights_of(shard).fingerprint == weights(tmp_path).fingerprint
+    for name in ("experts.7.gate_proj", "experts.7.down_proj", "shared_expert.up_proj", "gate"):
+        whole = checkpoint.tensors[f"model.layers.1.mlp.{name}.weight"].read()
+        parts = [shard.tensors[f"model.layers.1.mlp.{name}.weight"].read() for shard in shards]
+        dimension = CUTS.get(name.rsplit(".", maxsplit=1)[-1])
+        if dimension is None:
+            assert all(torch.equal(part, whole) for part in parts)
+        else:
+            assert torch.equal(torch.cat(parts, dim=dimension), whole)
+
+
+def test_experts_of_fewer_rows_than_ranks_are_refused() -> None:
+    dense = model(4, 4, mlp=3)
+    kind = replace(dense.layers[0], has_experts=True)
+    mixture = Mixture(4, 2, 64, norm_topk_prob=True)
+    # An MLP that no layer has may be as narrow as it likes.
+    Shard(replace(dense, layers=(kind,), mixture=mixture), 0, 4)
+    for narrow, sentence in (
+        (replace(mixture, intermediate_size=2), "experts of intermediate_size 2 cannot be"),
+        (replace(mixture, shared_intermediate_size=3), "a shared expert of intermediate_size 3 cannot be"),
+    ):
+        with pytest.raises(ModelError, match=f"a model with {sentence} shared out over 4 ranks"):
+            Shard(replace(dense, layers=(kind,), mixture=narrow), 0, 4)
 
 
 @pytest.mark.parametrize("size", [2, 4])
