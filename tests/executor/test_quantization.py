@@ -15,6 +15,7 @@ from executor.model.opening import open_checkpoint
 from executor.model.quantized import LARGEST_IN_8_BITS
 from executor.parallel.shard import Shard
 from executor.runner import ModelRunner
+from tests.executor import family_models
 from tests.executor.gguf_models import write_gguf
 from tests.executor.numerics import load, logits_by_steps, one_shot_logits
 from tests.rig import tiny_model
@@ -23,6 +24,8 @@ Kind = gguf.GGMLQuantizationType
 TEXT = list(b"a matrix is kept in codes, and computed with as it is kept")
 CLOSE = 0.06
 """Error of logits, relative to them, that 8 bits on both sides of products leave with random weights."""
+CLOSE_OF_EXPERTS = 0.1
+"""The same where they weigh experts too, by an exponential."""
 
 
 def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
@@ -88,6 +91,30 @@ def test_b63_bits_are_the_same_in_every_chunk_and_company(
     steps = [[(0, 13), *((n, n) for n in range(1, 6))] for _ in range(3)]
     steps += [[(0, 1)] for _ in range(7)] + [[(0, len(TEXT) - 46)]]
     assert torch.equal(logits_by_steps(runner, [TEXT, *others], steps)[0], alone)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("mixtral", "llama"), ("qwen_2_moe", "qwen2moe"), ("qwen_3_moe", "qwen3moe")]
+)
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0])
+def test_experts_are_kept_in_codes_and_their_router_is_not(
+    family: str, architecture: str, kind: Kind, tmp_path: Path
+) -> None:
+    # All experts are chosen: else a small error chooses others, and is a large one.
+    experts = {"num_experts_per_tok": 4, "num_local_experts": 4}
+    if family != "mixtral":
+        experts = {"num_experts_per_tok": 4, "num_experts": 4, "moe_intermediate_size": 64}
+    if family == "qwen_2_moe":
+        experts["shared_expert_intermediate_size"] = 96
+    folder = family_models.build(tmp_path / "model", family, hidden_size=128, **experts)
+    said = {"rope__freq_base": 1e6} if family == "mixtral" else {}
+    path = write_gguf(folder, tmp_path / "model.gguf", architecture=architecture, stored_as=kind, **said)
+    as_stored, logged = loaded(path, quantization="stored")
+    exact, in_full = loaded(path)
+    dequantized = one_shot_logits(exact, TEXT)
+    assert error(one_shot_logits(as_stored, TEXT), dequantized) < CLOSE_OF_EXPERTS
+    assert error(one_shot_logits(load(path, quantization="int8"), TEXT), dequantized) < CLOSE_OF_EXPERTS
+    assert logged["weight_bytes"] < (0.2 if kind is Kind.Q4_1 else 0.33) * in_full["weight_bytes"]
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:

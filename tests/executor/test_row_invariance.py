@@ -13,6 +13,7 @@ from executor.inputs import StepInputs, build_inputs
 from executor.plan import SamplingParams, TokenLogprobs
 from executor.rows import Row
 from executor.runner import ModelRunner
+from tests.executor import family_models
 from tests.executor.numerics import load, logits_by_steps, one_shot_logits
 from tests.rig import tiny_model
 
@@ -110,6 +111,26 @@ def test_b63_reported_logprobs_are_the_same_floats_among_others(dtype: str, fold
     assert alone[1] is not None
     assert len(alone[1].top_logprobs) == 20
     assert sampled([*NEIGHBOURS[:20], PROBE]) == alone
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen_2_moe", "qwen_3_moe_mixed"])
+def test_b63_the_bits_of_a_mixture_of_experts_are_the_same_in_every_chunk_and_company(
+    family: str, quantization: str, dtype: str, tmp_path: Path
+) -> None:
+    folder = family_models.build(tmp_path, family, max_position_embeddings=2048)
+    runner = load(folder, dtype=dtype, num_blocks=1024, quantization=quantization)
+    assert runner.row_invariant
+    probe, others = ([[each % 128 for each in ids] for ids in some] for some in ([PROBE], NEIGHBOURS[:40:5]))
+    alone = one_shot_logits(runner, probe[0])
+    for budget in (1, 7):
+        assert torch.equal(logits_by_steps(runner, probe, chunks(budget), seed=budget)[0], alone)
+    steps = [[(0, 13), *((n, 1 + 3 * n) for n in range(1, 9))], [(0, 1)], [(0, 1)], [(0, 185)]]
+    assert torch.equal(logits_by_steps(runner, [*probe, *others], steps)[0], alone)
+    # More tokens than are mixed at a time.
+    long = [(3 * place + place * place) % 128 for place in range(700)]
+    steps = [[(0, 200), (1, 700)]]
+    assert torch.equal(logits_by_steps(runner, [*probe, long], steps)[0], alone)
 
 
 def test_the_executor_promises_what_its_self_test_finds(
