@@ -73,6 +73,7 @@ _QWEN_2 = PreTokenizer(_split_by(QWEN_2_SPLIT), normalizer=normalizers.NFC)
 
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(_gpt_2),
+    "olmo": PreTokenizer(_gpt_2, normalizer=normalizers.NFC),
     "smollm": PreTokenizer(_gpt_2_single_digits),
     "llama-bpe": _LLAMA_3,
     "llama3": _LLAMA_3,

@@ -193,6 +193,8 @@ class RotateCall(Structure):
         ("block_size", c_int),
         ("query_eps", c_float),
         ("key_eps", c_float),
+        ("query_norm_heads", c_int),
+        ("key_norm_heads", c_int),
     )
 
 

@@ -111,7 +111,7 @@ struct RotateCall {
     int64_t qkv_stride;
     const StepArrays* step;
     const float* rope;       // [positions, 2, head_dim / 2]
-    const float* query_norm; // [head_dim] or null
+    const float* query_norm; // [query_norm_heads * head_dim] or null
     const float* key_norm;
     void* query;             // [T, num_heads * head_dim]
     int64_t query_stride;
@@ -119,12 +119,31 @@ struct RotateCall {
     void* values;
     int num_tokens, num_heads, num_kv_heads, head_dim, block_size;
     float query_eps, key_eps;
+    int query_norm_heads;    // of one kind, which are normed together: one, or all of them
+    int key_norm_heads;
 };
 
-// Norms and rotates one head: element i is paired with element i + head_dim / 2.
+// The norm of heads of one kind, one after the other.
 template <class Type>
-static INLINE void rotated(const Type* head, const float* norm, float eps, const float* angles, int head_dim, Type* out) {
-    float scale = norm ? root_mean_square_scale(head, head_dim, eps) : 1.0f;
+struct HeadNorm {
+    const float* weight;  // or null
+    float eps;
+    int num_heads, head_dim;
+    float scale = 1.0f;
+
+    // The weights of head `i`, which is at `head`; `scale` is the head's from now on.
+    const float* of(int i, const Type* head) {
+        if (!weight) return nullptr;
+        int place = i % num_heads;
+        if (place == 0) scale = root_mean_square_scale(head, num_heads * head_dim, eps);
+        return weight + place * head_dim;
+    }
+};
+
+// Rotates one head, times `scale` and the weights of its norm if it has one: element i is paired with element
+// i + head_dim / 2.
+template <class Type>
+static INLINE void rotated(const Type* head, const float* norm, float scale, const float* angles, int head_dim, Type* out) {
     int half = head_dim / 2;
     for (int i = 0; i < half; i += LANES) {
         int count = half - i;
@@ -159,11 +178,16 @@ static void rotate_and_store(const RotateCall& it) {
         const Type* head = (const Type*)it.qkv + token * it.qkv_stride;
         const float* angles = it.rope + it.step->positions[token] * head_dim;
         Type* query = (Type*)it.query + token * it.query_stride;
-        for (int i = 0; i < it.num_heads; i++, head += head_dim, query += head_dim)
-            rotated(head, it.query_norm, it.query_eps, angles, head_dim, query);
+        HeadNorm<Type> query_norm{it.query_norm, it.query_eps, it.query_norm_heads, head_dim};
+        for (int i = 0; i < it.num_heads; i++, head += head_dim, query += head_dim) {
+            const float* weight = query_norm.of(i, head);
+            rotated(head, weight, query_norm.scale, angles, head_dim, query);
+        }
+        HeadNorm<Type> key_norm{it.key_norm, it.key_eps, it.key_norm_heads, head_dim};
         Type turned[MOST_HEAD_DIM];
         for (int i = 0; i < it.num_kv_heads; i++, head += head_dim) {
-            rotated(head, it.key_norm, it.key_eps, angles, head_dim, turned);
+            const float* weight = key_norm.of(i, head);
+            rotated(head, weight, key_norm.scale, angles, head_dim, turned);
             Type* to = run_in(it.keys, i) + to_keys.begin;
             for (int n = 0; n < head_dim; n += PER_UNIT<Type>, to += to_keys.step) memcpy((void*)to, turned + n, 4);
         }

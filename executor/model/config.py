@@ -69,7 +69,9 @@ class LayerKind:
 MAX_LAYERS = 1024
 """Several times what the deepest models have. More is a damaged number, and is refused before any is made."""
 MAX_EXPERTS = 1024
-"""Twice what models have."""
+"""Of a layer: twice what models have."""
+MAX_ALL_EXPERTS = 1 << 16
+"""Of all layers: twice what models have. Each is a few tensors to be looked for."""
 MAX_POSITIONS = 1 << 22
 """Of one sequence: the longest context that models here are made for. Each position has a row in the rotary
 tables, so that a damaged number would take all memory."""
@@ -143,6 +145,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Each query and key head is normed before it is rotated."""
+    norms_heads_together: bool = False
+    """Such a norm is over all heads of a token, not over each by itself."""
     update_norms: bool = False
     """What attention and MLP give is normed before it is added to the hidden states."""
     norm_offset: float = 0.0
@@ -164,6 +168,13 @@ class ModelConfig:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot be shared out over {self.num_kv_heads} key-value "
                 "heads: the first number must be a multiple of the second."
+            )
+        num_experts = 0 if self.mixture is None else self.mixture.num_experts
+        num_experts *= sum(kind.has_experts for kind in self.layers)
+        if num_experts > MAX_ALL_EXPERTS:
+            raise ModelError(
+                f"the model's layers have {num_experts} experts by its files; at most {MAX_ALL_EXPERTS} are "
+                "supported."
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim is {self.head_dim}: rotary positions need an even number.")

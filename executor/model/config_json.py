@@ -112,6 +112,11 @@ class Family:
     mlp_bias: bool = False
     """Whether `mlp_bias` is a word of the family."""
     qk_norm: bool = False
+    norms_heads_together: bool = False
+    clips_qkv: bool = False
+    """Whether `clip_qkv` is a word of the family."""
+    rms_norm_eps: float = 1e-6
+    """That, when it is absent."""
     activation_name: str = "hidden_act"
     activation: str = "silu"
     tied: bool = False
@@ -156,6 +161,7 @@ FAMILIES = {
         layer_types=_all_sliding,
         attention_bias=False,
         rope_theta=1_000_000.0,
+        rms_norm_eps=1e-5,
         experts=Experts(8, 2, size_name="intermediate_size", always_normed=True),
     ),
     "Qwen2MoeForCausalLM": Family(
@@ -177,6 +183,15 @@ FAMILIES = {
         window_switch="use_sliding_window",
         qk_norm=True,
         experts=Experts(128, 8, size=768, dense_layers=True),
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe",
+        max_seq_len=4096,
+        qk_norm=True,
+        norms_heads_together=True,
+        clips_qkv=True,
+        rms_norm_eps=1e-5,
+        experts=Experts(64, 8, size_name="intermediate_size"),
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2",
@@ -255,7 +270,7 @@ def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         max_seq_len=stretched_length(_max_position_embeddings(raw, family), layers),
         layers=layers,
-        rms_norm_eps=raw.number("rms_norm_eps", default=1e-6),
+        rms_norm_eps=raw.number("rms_norm_eps", default=family.rms_norm_eps),
         tie_word_embeddings=raw.boolean("tie_word_embeddings", default=family.tied),
         attention_scale=query_scalar**-0.5,
         activation=ACTIVATIONS[raw.get(family.activation_name) or family.activation],
@@ -263,6 +278,7 @@ def from_config_json(values: Mapping[str, Any]) -> ModelConfig:
         attention_out_bias=has_bias,
         mlp_bias=family.mlp_bias and raw.boolean("mlp_bias"),
         qk_norm=family.qk_norm,
+        norms_heads_together=family.norms_heads_together,
         update_norms=family.is_gemma,
         norm_offset=1.0 if family.is_gemma else 0.0,
         embedding_scale=math.sqrt(hidden_size) if family.is_gemma else 1.0,
@@ -312,6 +328,8 @@ def _refuse_what_is_not_served(raw: Settings, family: Family) -> None:
         raise raw.refused("is_causal", "true")
     if raw.get("per_layer_config") is not None:
         raise raw.refused("per_layer_config", "none, for all layers are of one shape")
+    if family.clips_qkv and raw.get("clip_qkv") is not None:
+        raise raw.refused("clip_qkv", "null")
     # transformers knows this setting of Gemma 3, and does not follow it.
     if (
         family.is_gemma

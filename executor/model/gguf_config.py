@@ -67,6 +67,7 @@ class Architecture:
     """What a name under `general.architecture` stands for, and what its absent settings mean."""
 
     qk_norm: bool = False
+    norms_heads_together: bool = False
     is_gemma: bool = False
     """Whether norms stand around attention and MLP, and embeddings are scaled; 1 is added to the norms."""
     has_neighbour_rows: bool = False
@@ -92,6 +93,7 @@ ARCHITECTURES = {
     "qwen3": Architecture(qk_norm=True),
     "qwen2moe": Architecture(experts=Experts(has_shared=True)),
     "qwen3moe": Architecture(qk_norm=True, experts=Experts(norm_topk_prob=True)),
+    "olmoe": Architecture(qk_norm=True, norms_heads_together=True, experts=Experts(shares_size=True)),
     "gemma2": Architecture(
         is_gemma=True,
         full_every=2,
@@ -134,6 +136,8 @@ def config_from_metadata(
         if said.integer(name, default=head_dim) != head_dim:
             raise said.refused(name, f"the size of a query head, {head_dim}")
     mixture = _mixture(said, architecture.experts)
+    if said.get("attention.clamp_kqv"):
+        raise said.refused("attention.clamp_kqv", "none")
     layers = tuple(
         replace(kind, has_experts=mixture is not None) for kind in _layer_kinds(said, architecture)
     )
@@ -155,6 +159,7 @@ def config_from_metadata(
         attention_out_bias="blk.0.attn_output.bias" in tensor_names,
         mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
         qk_norm=architecture.qk_norm,
+        norms_heads_together=architecture.norms_heads_together,
         update_norms=architecture.is_gemma,
         embedding_scale=math.sqrt(hidden_size) if architecture.is_gemma else 1.0,
         attention_soft_cap=said.optional_number(

@@ -44,7 +44,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Norms are `[hidden_size]`, those of query and key heads `[head_dim]`."""
+    """One decoder layer. Norms are `[hidden_size]`, those of queries and keys of a head's size or of all."""
 
     attention_norm: Norm
     qkv: Linear
@@ -135,7 +135,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     experts = {} if config.mixture is None else _mixture_shapes(config.mixture, hidden)
     names = norm_names(config)
     norms = dict.fromkeys((names.attention, names.attention_update, names.mlp, names.mlp_update), (hidden,))
-    norms |= dict.fromkeys((names.query, names.key), (config.head_dim,))
+    together = config.norms_heads_together
+    norms |= {
+        names.query: (q_size if together else config.head_dim,),
+        names.key: (kv_size if together else config.head_dim,),
+    }
     for layer, kind in enumerate(config.layers):
         prefix = f"model.layers.{layer}."
         shapes |= {f"{prefix}{name}.weight": shape for name, shape in norms.items() if name is not None}

@@ -176,9 +176,9 @@ class Operations(Protocol):
         """Split `qkv` into heads, write keys and values into the cache, return the queries.
 
         `qkv` is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`: query heads, key heads, value heads. Query
-        and key heads are normed one by one where there are norms (weights `[head_dim]`), then rotated by
-        their positions: `rope` is float32 `[max_seq_len, 2, head_dim / 2]`, cosines and sines. The queries
-        are `[T, num_heads, head_dim]`.
+        and key heads are normed where there are norms, one by one (weights `[head_dim]`) or all of a token's
+        together (weights `[num_heads * head_dim]`), then rotated by their positions: `rope` is float32
+        `[max_seq_len, 2, head_dim / 2]`, cosines and sines. The queries are `[T, num_heads, head_dim]`.
         """
 
     def attend(self, query: Tensor, step: StepTensors, cache: LayerCache, *, window: int | None) -> Tensor:

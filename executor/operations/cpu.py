@@ -441,6 +441,8 @@ class CpuOperations:
             block_size=spec.block_size,
             query_eps=0.0 if query_norm is None else query_norm.eps,
             key_eps=0.0 if key_norm is None else key_norm.eps,
+            query_norm_heads=0 if query_norm is None else len(query_norm.weight) // spec.head_dim,
+            key_norm_heads=0 if key_norm is None else len(key_norm.weight) // spec.head_dim,
         )
         self._compute(Kind.ROTATE, call)
         return query

@@ -89,8 +89,12 @@ class FusedOperations(PlainOperations):
         query_norm: Norm | None,
         key_norm: Norm | None,
     ) -> Tensor:
-        """One kernel."""
+        """One kernel; where heads are normed together, plain torch."""
         spec, num_tokens = self._spec, qkv.shape[0]
+        if any(norm is not None and len(norm.weight) > spec.head_dim for norm in (query_norm, key_norm)):
+            return super().rotate_and_store(
+                qkv, step, cache, rope=rope, query_norm=query_norm, key_norm=key_norm
+            )
         query = qkv.new_empty(num_tokens, spec.num_heads, spec.head_dim)
         assert cache.keys.stride() == cache.values.stride()
         assert cache.keys.stride(-1) == 1

@@ -174,6 +174,7 @@ def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tens
     """
     states = heads.float()
     if norm is not None:
-        states = _normed(states, norm)
+        # Over as many numbers as it has weights: a head's, or those of all heads.
+        states = _normed(states.view(len(states), -1, len(norm.weight)), norm).view(states.shape)
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -52,6 +52,11 @@ class Shard:
                 f"over {size} ranks: the heads must be a multiple of the ranks, and the key-value heads too, "
                 f"or the ranks a multiple of them. --tensor-parallel can be {_sizes(heads, kv_heads)}."
             )
+        if self.whole.norms_heads_together and size > 1:
+            raise ModelError(
+                "a model that norms the heads of a token together cannot be shared out over several ranks, "
+                "each of which has some of them: say --tensor-parallel 1."
+            )
         for what, rows in self._mlp_sizes():
             if rows < size:
                 raise ModelError(

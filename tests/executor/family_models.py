@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "mixtral_sliding": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1,
                                     "sliding_window": WINDOW}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40}),
     "qwen_2_moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 72}),
     "qwen_2_moe_sliding": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 24, "qkv_bias": False,
                                                   "use_sliding_window": True, "sliding_window": WINDOW,

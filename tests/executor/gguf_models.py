@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "olmoe": gguf.MODEL_ARCH.OLMOE,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,

@@ -17,6 +17,7 @@ from executor.model import ModelError
 from executor.model.opening import open_checkpoint
 from executor.model.settings import MAX_INTEGER
 from executor.runner import ModelRunner
+from tests.executor import family_models
 from tests.executor.gguf_models import write_gguf
 from tests.executor.loading import edit_json
 from tests.rig import tiny_model
@@ -52,15 +53,24 @@ def load(path: Path) -> str:
     return said
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Mixtures of experts, by family; built before memory is measured."""
+    families = ("mixtral", "qwen_2_moe")
+    return {each: family_models.build(tmp_path_factory.mktemp(each), each) for each in families}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tiny_model.build(tmp_path / "model")
 
 
-def test_no_number_of_config_json_is_believed(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["dense", "qwen_2_moe"])
+def test_no_number_of_config_json_is_believed(kind: str, folder: Path, experts: dict[str, Path]) -> None:
+    folder = experts.get(kind, folder)
     config = json.loads((folder / "config.json").read_text())
     numbers = [name for name, value in config.items() if type(value) in {int, float}]
-    numbers += ["head_dim", "rope_theta", "sliding_window", "num_hidden_layers"]
+    numbers += ["head_dim", "rope_theta", "sliding_window", "num_hidden_layers", "mlp_only_layers"]
     assert len(numbers) > 8
     for name in numbers:
         for value in ABSURD:
@@ -82,6 +92,10 @@ def test_no_number_of_config_json_is_believed(folder: Path) -> None:
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1e308}},
             r"the longest sequence is \d+ tokens by the model's files; at most 4194304 are supported",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "model_type": None, "num_hidden_layers": 1000},
+            r"the model's layers have 128000 experts by its files; at most 65536 are supported",
         ),
         ({"layer_types": ["x" * 5000]}, r"layer_types is \['x{298}…; it must be a list of"),
     ],
@@ -150,12 +164,14 @@ def changed(path: Path, copy: Path, beginning: str) -> Iterator[str]:
             "llama.rope",
         ),
         ({"attention__sliding_window": 32}, "llama.attention.sliding"),
+        ({"expert_weights_scale": 1.0, "rope__freq_base": 1e6}, "llama.expert"),
     ],
-    ids=["plain", "yarn", "window"],
+    ids=["plain", "yarn", "window", "experts"],
 )
 def test_no_number_of_a_gguf_file_is_believed(
-    folder: Path, tmp_path: Path, more: dict[str, Any], beginning: str
+    folder: Path, experts: dict[str, Path], tmp_path: Path, more: dict[str, Any], beginning: str
 ) -> None:
+    folder = experts["mixtral"] if beginning == "llama.expert" else folder
     path, copy = write_gguf(folder, tmp_path / "model.gguf", **more), tmp_path / "copy.gguf"
     assert load(path) == ""
     said = {what: load(copy) for what in changed(path, copy, beginning)}

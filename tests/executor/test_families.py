@@ -81,6 +81,7 @@ def in_pieces(runner: ModelRunner) -> list[torch.Tensor]:
         "gemma_2",
         "gemma_3",
         "mixtral_sliding",
+        "olmoe",
         "qwen_2_moe",
         "qwen_3_moe",
     ],

@@ -68,6 +68,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             SLIDING | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
         ),
         ("mixtral", {}, "llama", {"rope__freq_base": 1e6}),
+        ("olmoe", {}, "olmoe", {}),
         ("qwen_2_moe", {}, "qwen2moe", {}),
         ("qwen_2_moe", {"norm_topk_prob": True}, "qwen2moe", {"expert_weights_norm": True}),
         ("qwen_3_moe", {}, "qwen3moe", {}),
@@ -86,7 +87,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
     ids=[
         *("llama", "smollm", "mistral", "qwen2", "qwen3", "gemma2"),
-        *("mixtral", "qwen2moe", "qwen2moe_normed", "qwen3moe"),
+        *("mixtral", "olmoe", "qwen2moe", "qwen2moe_normed", "qwen3moe"),
         *("gemma3", "gemma3_deep", "yarn"),
     ],
 )
@@ -163,6 +164,7 @@ def test_scaling_in_gemma_3_is_that_of_the_layers_without_window() -> None:
         ("gemma3", {}, "gemma3.attention.sliding_window is missing"),
         ("qwen3", {"expert_count": 4}, "qwen3.expert_count 4 is not supported"),
         ("qwen3moe", {}, "qwen3moe.expert_count is missing"),
+        ("olmoe", EXPERTS | {"attention__clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv 8.0 is not supported"),
         ("llama", {"expert_count": 4}, "llama.expert_used_count is missing"),
         ("qwen3moe", EXPERTS | {"expert_count": 2000}, "expert_count is 2000; it must be at most 1024"),
         ("qwen2moe", EXPERTS | {"expert_gating_func": 2}, "expert_gating_func 2 is not supported"),

@@ -199,7 +199,8 @@ def test_b114_a_head_beside_tied_embeddings_is_refused_when_it_differs(folder: P
 QWEN_3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": None}
 SUPPORTED = (
     "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
-    "MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM"
+    "MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, OlmoeForCausalLM, "
+    "Gemma2ForCausalLM, Gemma3ForCausalLM"
 )
 
 
@@ -255,6 +256,10 @@ SUPPORTED = (
             "mlp_only_layers is [2]; it must be a list of layers, 0 to 1",
         ),
         (QWEN_3_MOE | {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
+        (
+            {"architectures": ["OlmoeForCausalLM"], "model_type": None, "clip_qkv": 8.0},
+            "clip_qkv 8.0 is not supported; supported: null",
+        ),
         (QWEN_3_MOE, "model.layers.0.mlp.gate.weight and 771 more are missing"),
         (
             {"architectures": ["MixtralForCausalLM"], "model_type": "qwen3_moe"},

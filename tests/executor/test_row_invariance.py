@@ -114,7 +114,7 @@ def test_b63_reported_logprobs_are_the_same_floats_among_others(dtype: str, fold
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen_2_moe", "qwen_3_moe_mixed"])
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen_2_moe", "qwen_3_moe_mixed"])
 def test_b63_the_bits_of_a_mixture_of_experts_are_the_same_in_every_chunk_and_company(
     family: str, quantization: str, dtype: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPTNeoXTokenizer, PreTrainedTokenizerFast
 
 from router import model_files
 from router.model_files import ModelFilesError
@@ -103,6 +103,19 @@ def test_smollm_takes_digits_one_by_one_as_its_tokenizer_json_does(tmp_path: Pat
     own.add_special_tokens(list(tiny_model.SPECIAL_TOKENS))
     for text in [*PROMPTS.values(), *TRICKY]:
         assert ours.encode(text) == own.encode(text).ids
+
+
+def test_olmo_cuts_as_the_tokenizer_of_gpt_neox_does(tmp_path: Path, words: Words) -> None:
+    tokens, merges = words
+    metadata = gguf_files.byte_level(tokens, merges, pre="olmo")
+    ours = Tokenizer(model_files.read(gguf_files.write(tmp_path / "m.gguf", metadata)))
+    theirs = GPTNeoXTokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[tuple(merge.split(" ")) for merge in merges],
+    )
+    # Of special tokens it knows its own alone.
+    for text in [*PROMPTS.values(), *(each for each in TRICKY if "<|" not in each)]:
+        assert ours.encode(text) == theirs(text).input_ids
 
 
 def test_b78_llama_3_adds_its_start_token_when_the_file_does_not_say(tmp_path: Path, words: Words) -> None:

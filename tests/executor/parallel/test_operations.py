@@ -33,7 +33,7 @@ def shared_out(
     return on_each_rank(size, compute or (lambda ranks: one_shot_logits(load(path, ranks), TEXT)))[0]
 
 
-@pytest.mark.parametrize("family", family_models.FAMILIES)
+@pytest.mark.parametrize("family", [each for each in family_models.FAMILIES if each != "olmoe"])
 def test_every_family_has_the_logits_of_one_rank(family: str, tmp_path: Path) -> None:
     folder = family_models.build(tmp_path, family, vocab_size=129, intermediate_size=97)
     alone = one_shot_logits(load(folder), TEXT)

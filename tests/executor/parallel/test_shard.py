@@ -86,6 +86,13 @@ def test_smollm2_cannot_be_shared_out_over_two_or_four_and_the_sentence_has_the_
     )
 
 
+def test_heads_that_are_normed_together_are_refused() -> None:
+    whole = replace(model(4, 4), norms_heads_together=True)
+    Shard(whole, 0, 1)
+    with pytest.raises(ModelError, match="norms the heads of a token together cannot be shared out"):
+        Shard(whole, 1, 2)
+
+
 def test_an_mlp_of_fewer_rows_than_ranks_is_refused() -> None:
     with pytest.raises(ModelError, match="intermediate_size 3 cannot be shared out over 4 ranks"):
         Shard(model(4, 4, mlp=3), 0, 4)
