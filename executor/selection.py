@@ -86,13 +86,8 @@ def operations_for(
 
     Raises `ModelError` when the back end named `attention`, or every one there is, refuses; when
     `quantization` is what only our own kernels compute, and they cannot be had; and for a mixture of experts
-    on a GPU.
+    on a GPU without the fused kernels, where captured steps would have to wait for what the router says.
     """
-    if config.mixture is not None and device.type != "cpu":
-        raise ModelError(
-            "the model is a mixture of experts, which Chairlift computes on CPUs alone, not on "
-            f"{device.type}: say --device cpu, or take a dense model."
-        )
 
     def spec_of(own_block_size: int) -> AttentionSpec:
         return AttentionSpec(
@@ -108,6 +103,12 @@ def operations_for(
         )
 
     operations = select_operations(spec_of, attention, config.hidden_size)
+    if config.mixture is not None and device.type != "cpu" and not isinstance(operations, FusedOperations):
+        raise ModelError(
+            f"the model is a mixture of experts, and on {device.type} it would be computed by "
+            f"{operations.name}, which cannot: it needs the fused kernels, and the log says why they are not "
+            "there. Mend that, or say --device cpu."
+        )
     if quantization is not Quantization.NONE and not isinstance(operations, CpuOperations):
         raise ModelError(
             f"--quantization is {quantization.value}, which only Chairlift's own kernels for CPUs compute, "

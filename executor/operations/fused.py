@@ -6,25 +6,43 @@ torch sorts the vocabulary. Nothing here waits for the device or looks at its nu
 only on the number of tokens: so a captured step is also right for other sequences.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from executor.attention.base import AttentionBackend, AttentionSpec, write_slots
 from executor.kv_cache import LayerCache
-from executor.operations.base import Activation, Linear, Norm, StepTensors
-from executor.operations.plain import PlainOperations
+from executor.model.config import Mixture
+from executor.operations.arranged import Arranged, arranged
+from executor.operations.base import Activation, Experts, Linear, Mlp, Norm, StepTensors
+from executor.operations.plain import PlainOperations, routed
 
 TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 MOST_WIDTH: Final = 32_768
 """Of what is normed: one program has a whole row in its registers."""
 GATE_TILE: Final = 1024
+FEW_ROWS: Final = 16
+MANY_ROWS: Final = 64
+"""Of a tile of one expert's rows: few while there are no more for each expert."""
 FILTER_TILE: Final = (4, 2048)
 """Of a row that is filtered: so many tokens are read at once, in the order of their ids row by row."""
 _HALVES: Final = 512
 """Numbers of one half of the heads that a program turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts(Experts):
+    """A mixture whose routed experts are one tensor for each projection; `mlps` is the shared one, if any."""
+
+    gate_up: Tensor
+    """`[num_experts, 2 * intermediate_size, hidden_size]`"""
+    down: Tensor
+    """`[num_experts, hidden_size, intermediate_size]`"""
 
 
 class FusedOperations(PlainOperations):
@@ -48,12 +66,13 @@ class FusedOperations(PlainOperations):
         return not_built(spec.device)
 
     def __init__(self, attention: AttentionBackend) -> None:
-        from executor.operations import triton_filter, triton_kernels
+        from executor.operations import triton_filter, triton_kernels, triton_mixture
 
         super().__init__(attention)
         assert attention.write_kv is write_slots, "keys and values are written here as every back end does"
         self._kernels = triton_kernels
         self._filter = triton_filter.filter_rows
+        self._expert_product = triton_mixture.expert_product
         self.name = f"torch with fused kernels, {attention.name} attention"
 
     def filter_rows(self, weights: Tensor, rows: Tensor, filters: Tensor) -> None:
@@ -69,10 +88,51 @@ class FusedOperations(PlainOperations):
         """One kernel."""
         return self._normed(hidden, update, norm, update_norm)
 
+    def pack_experts(self, router: Tensor, mlps: Sequence[Mlp], mixture: Mixture) -> Experts:
+        """Stacked, and so for a moment twice in memory: those of one layer."""
+        routed_to, shared = mlps[: mixture.num_experts], mlps[mixture.num_experts :]
+        return StackedExperts(
+            router,
+            tuple(shared),
+            mixture,
+            gate_up=torch.stack([mlp.gate_up.weight for mlp in routed_to]),
+            down=torch.stack([mlp.down.weight for mlp in routed_to]),
+        )
+
+    def mixture(self, inputs: Tensor, experts: Experts, activation: Activation) -> Tensor:
+        """One kernel for all experts' products, twice; what is routed where is worked out on the device."""
+        assert isinstance(experts, StackedExperts)
+        per_token, num_experts = experts.mixture.num_experts_per_token, experts.mixture.num_experts
+        chosen, weights = routed(functional.linear(inputs.float(), experts.router), experts.mixture)
+        rows_per_tile = FEW_ROWS if chosen.numel() <= FEW_ROWS * num_experts else MANY_ROWS
+        rows = arranged(chosen[:, :per_token].contiguous(), num_experts, rows_per_tile)
+        gate_up = self._multiplied(inputs, rows.tokens, experts.gate_up, rows, rows_per_tile)
+        middle = self._gate(gate_up, activation)
+        own = torch.arange(len(middle), device=middle.device)
+        updates = self._multiplied(middle, own, experts.down, rows, rows_per_tile)
+        total = (updates[rows.places].float() * weights[:, :per_token, None]).sum(dim=1)
+        for mlp in experts.mlps:
+            update = self.linear(self.gated(inputs, mlp.gate_up, activation), mlp.down)
+            total = total + update.float() * weights[:, per_token:]
+        return total.to(self._spec.dtype)
+
+    def _multiplied(
+        self, inputs: Tensor, sources: Tensor, weight: Tensor, rows: Arranged, rows_per_tile: int
+    ) -> Tensor:
+        """Each of the rows, which is `inputs` at its source, times the matrix of its expert."""
+        out = inputs.new_empty(len(sources), weight.shape[1])
+        form = expert_form(weight, rows_per_tile)
+        self._expert_product[len(rows.tile_rows), -(-weight.shape[1] // form["TILE_COLUMNS"])](
+            _rows(inputs), _rows(weight), out, sources, rows.tile_experts, rows.tile_rows, rows.ends, **form
+        )
+        return out
+
     def gated(self, inputs: Tensor, layer: Linear, activation: Activation) -> Tensor:
         """One product for both halves, and one kernel."""
-        gate_up = self.linear(inputs, layer)
-        num_tokens, width = gate_up.shape[0], layer.out_features
+        return self._gate(self.linear(inputs, layer), activation)
+
+    def _gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(num_tokens, width)
         self._kernels.gate[num_tokens, -(-width // GATE_TILE)](
             _rows(gate_up), out, **gate_form(width, activation)
@@ -177,6 +237,20 @@ def gate_form(width: int, activation: Activation) -> dict[str, Any]:
         "ACTIVATION": activation.value,
         "num_warps": 4,
         "enable_fp_fusion": False,
+    }
+
+
+def expert_form(weight: Tensor, rows_per_tile: int) -> dict[str, Any]:
+    """Of `expert_product` with matrices `weight` `[num_experts, columns, width]`."""
+    num_experts, num_columns, width = weight.shape
+    return {
+        "WIDTH": width,
+        "NUM_COLUMNS": num_columns,
+        "NUM_EXPERTS": num_experts,
+        "TILE_ROWS": rows_per_tile,
+        "TILE_COLUMNS": 64,
+        "TILE_DEPTH": 128 // weight.itemsize,
+        "num_warps": 4,
     }
 
 

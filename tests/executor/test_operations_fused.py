@@ -26,10 +26,11 @@ from executor.attention.reference import ReferenceAttention
 from executor.captured import captured_sizes, padded
 from executor.inputs import StepInputs
 from executor.kv_cache import LayerCache, layers_of
-from executor.model.config import Rope
+from executor.model.config import Mixture, Rope
 from executor.model.rope import rope_table
 from executor.operations import fused, triton_kernels
-from executor.operations.base import Activation, Linear, Norm
+from executor.operations.arranged import arranged
+from executor.operations.base import Activation, Linear, Mlp, Norm
 from executor.operations.fused import MOST_WIDTH, FusedOperations
 from executor.operations.plain import PlainOperations
 from executor.runner import ModelRunner
@@ -295,6 +296,67 @@ def test_gates_of_any_size_are_finite_and_a_nan_stays_one(activation: Activation
     assert found[0, :7].isfinite().all()
 
 
+# --- experts --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_tokens=st.sampled_from([1, 2, 7, 40, 90]),
+    num_experts=st.sampled_from([1, 4, 33]),
+    per_token=st.integers(1, 4),
+    sizes=st.sampled_from([(64, 64), (72, 40), (130, 200)]),
+    shared=st.sampled_from([None, 24]),
+    normed=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16]),  # the interpreter cannot multiply bfloat16
+    seed=seeds,
+)
+def test_mixtures_equal_plain_torch(
+    num_tokens: int,
+    num_experts: int,
+    per_token: int,
+    sizes: tuple[int, int],
+    shared: int | None,
+    normed: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    hidden, width = sizes
+    mixture = Mixture(num_experts, min(per_token, num_experts), width, normed, shared)
+    widths = [width] * num_experts + ([] if shared is None else [shared])
+    weights = [
+        (random(rng, 2 * each, hidden, dtype=dtype) / 8, random(rng, hidden, each, dtype=dtype) / 8)
+        for each in widths
+    ]
+    router, inputs = random(rng, len(widths), hidden), random(rng, num_tokens, hidden, dtype=dtype)
+    found, expected = (
+        each.mixture(
+            inputs,
+            each.pack_experts(
+                router,
+                [Mlp(each.pack_gated(gate_up, None), each.pack(down, None)) for gate_up, down in weights],
+                mixture,
+            ),
+            Activation.SILU,
+        )
+        for each in both(spec(dtype=dtype))
+    )
+    assert found.dtype == expected.dtype
+    # A half type is rounded after each product, and what is rounded otherwise is summed over.
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error < (1e-6 if dtype == torch.float32 else 1e-3)
+
+
+def test_rows_are_arranged_by_their_experts_in_tiles_of_one() -> None:
+    chosen = torch.tensor([[0, 3], [1, 3], [0, 3], [0, 3], [0, 1]])
+    rows = arranged(chosen, 5, 2)
+    assert rows.tokens.tolist() == [0, 2, 3, 4, 1, 4, 0, 1, 2, 3]
+    assert rows.ends.tolist() == [4, 6, 6, 10, 10]
+    assert rows.tile_experts.tolist() == [0, 0, 1, 3, 3, 5, 5, 5, 5, 5]
+    assert rows.tile_rows[:5].tolist() == [0, 2, 4, 6, 8]
+    assert rows.tokens[rows.places].tolist() == [[token] * 2 for token in range(5)]
+
+
 # --- whole models ---------------------------------------------------------------------------------
 
 
@@ -310,7 +372,11 @@ def pieces(runner: ModelRunner) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama_3", "smollm", "mistral", "qwen_2", "qwen_3_bias", "gemma_2", "gemma_3"]
+    "family",
+    [
+        *("llama_3", "smollm", "mistral", "qwen_2", "qwen_3_bias", "gemma_2", "gemma_3"),
+        *("mixtral", "olmoe", "qwen_2_moe", "qwen_3_moe"),
+    ],
 )
 def test_a_model_of_each_family_equals_plain_torch(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -343,11 +409,22 @@ class InOneCall(FusedOperations):
         compute = super().rotate_and_store
         return as_one_kernel(lambda: compute(*args, **options))
 
+    def _gate(self, *args: Any) -> Tensor:
+        compute = super()._gate
+        return as_one_kernel(lambda: compute(*args))
+
+    def _multiplied(self, *args: Any) -> Tensor:
+        compute = super()._multiplied
+        return as_one_kernel(lambda: compute(*args))
+
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize("family", ["dense", "qwen_2_moe"])
 def test_captured_steps_equal_steps_that_were_not_captured(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if family != "dense":
+        tiny_folder = family_models.build(tmp_path, family, vocab_size=300, max_position_embeddings=2048)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash.flash_attn_interface())
     monkeypatch.setattr("executor.selection.FusedOperations", InOneCall)
     device = FakeDevice()

@@ -53,7 +53,10 @@ def taken(
     return backend.name, backend.spec.block_size, line["refused"]
 
 
-def test_a_mixture_of_experts_on_a_gpu_is_refused_before_anything_is_built() -> None:
+def test_a_mixture_of_experts_is_refused_on_a_gpu_without_the_fused_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("executor.operations.fused.find_spec", lambda _: None)
     config = ModelConfig(
         vocab_size=8,
         hidden_size=8,
@@ -68,8 +71,8 @@ def test_a_mixture_of_experts_on_a_gpu_is_refused_before_anything_is_built() -> 
         attention_scale=1.0,
         mixture=Mixture(2, 1, 8, norm_topk_prob=False),
     )
-    with pytest.raises(ModelError, match="mixture of experts, which Chairlift computes on CPUs alone"):
-        operations_for(config, torch.device("cuda"), torch.bfloat16, block_size=None, attention=None)
+    with pytest.raises(ModelError, match="by torch, reference attention, which cannot: it needs the"):
+        operations_for(config, torch.device("cuda"), torch.bfloat16, block_size=16, attention="reference")
 
 
 def test_the_first_back_end_that_can_serve_is_taken() -> None:

@@ -17,7 +17,7 @@ from executor.kv_cache import KVCache
 from executor.model.config import LayerKind, ModelConfig, Rope
 from executor.model.decoder import Decoder
 from executor.model.weights import LayerWeights, ModelWeights
-from executor.operations.base import Linear, Norm
+from executor.operations.base import Linear, Mlp, Norm
 from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
 from executor.philox import philox4x32
@@ -93,8 +93,10 @@ class Model:
                 mlp_norm=norm, mlp_update_norm=None,
                 qkv=self._linear((config.num_heads + 2 * config.num_kv_heads) * dim, hidden),
                 attention_out=self._linear(hidden, config.num_heads * dim),
-                gate_up=self._gated(2 * config.intermediate_size, hidden),
-                down=self._linear(hidden, config.intermediate_size),
+                mlp=Mlp(
+                    self._gated(2 * config.intermediate_size, hidden),
+                    self._linear(hidden, config.intermediate_size),
+                ),
             )  # fmt: skip
 
         layers = tuple(layer() for _ in config.layers)

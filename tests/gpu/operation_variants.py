@@ -14,7 +14,15 @@ import torch
 
 from executor.attention.base import AttentionSpec
 from executor.operations.base import Activation
-from executor.operations.fused import filter_form, gate_form, norm_form, rotation_form
+from executor.operations.fused import (
+    FEW_ROWS,
+    MANY_ROWS,
+    expert_form,
+    filter_form,
+    gate_form,
+    norm_form,
+    rotation_form,
+)
 from tests.gpu.variants import TYPE_NAMES, compiled
 
 CONTRACTION: Final = re.compile(r"\bfma\.\S*f(32|64)\b")
@@ -24,6 +32,8 @@ WIDTHS: Final = (576, 4096, 5376, 16384, 32768)
 HEADS: Final = ((9, 3, 64), (32, 8, 128), (16, 8, 256), (28, 4, 128), (8, 4, 20))
 """Query heads, key-value heads, head_dim."""
 VOCABULARIES: Final = (1, 300, 49_152, 50_257, 128_256, 262_144)
+EXPERTS: Final = ((128, 1536, 2048), (8, 4096, 14336), (60, 2048, 1408))
+"""Experts, columns of a product, and what it sums over."""
 OPTIONS: Final = ("num_warps", "enable_fp_fusion")
 
 Variant = tuple[str, dict[str, str], dict[str, Any]]
@@ -62,10 +72,19 @@ def filters(vocabularies: tuple[int, ...]) -> Iterator[Variant]:
         yield "filter_rows", types, filter_form(vocab_size)
 
 
+def experts(dtype: torch.dtype, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[Variant]:
+    types = dict.fromkeys(("rows", "weight", "out"), f"*{TYPE_NAMES[dtype]}")
+    types |= dict.fromkeys(("sources", "tile_experts", "tile_rows", "ends"), "*i64")
+    for shape, rows_per_tile in itertools.product(shapes, (FEW_ROWS, MANY_ROWS)):
+        weight = torch.empty(shape, dtype=dtype, device="meta")
+        yield "expert_product", types, expert_form(weight, rows_per_tile)
+
+
 def few() -> Iterator[Variant]:
     yield from norms(torch.bfloat16, (4096,))
     yield from rotations(torch.bfloat16, ((32, 8, 128),))
     yield from gates(torch.bfloat16)
+    yield from experts(torch.bfloat16, EXPERTS[:1])
     yield from filters((128_256,))
 
 
@@ -74,24 +93,25 @@ def every() -> Iterator[Variant]:
         yield from norms(dtype, WIDTHS)
         yield from rotations(dtype, HEADS)
         yield from gates(dtype)
+        yield from experts(dtype, EXPERTS)
     yield from filters(VOCABULARIES)
 
 
 def main() -> int:
-    from executor.operations import triton_filter, triton_kernels
+    from executor.operations import triton_filter, triton_kernels, triton_mixture
 
     for name, types, form in few() if sys.argv[1:] == ["few"] else every():
         started = time.monotonic()
         constants = {key: value for key, value in form.items() if key not in OPTIONS}
-        options = {key: form[key] for key in OPTIONS}
-        module = triton_filter if name == "filter_rows" else triton_kernels
+        options = {key: form[key] for key in OPTIONS if key in form}
+        module = {"filter_rows": triton_filter, "expert_product": triton_mixture}.get(name, triton_kernels)
         kernel = compiled(getattr(module, name), types, constants, options)
         seconds = time.monotonic() - started
         print(
             f"{name} {sorted(set(types.values()))} {form}: {len(kernel.asm['cubin'])} bytes, {seconds:.1f} s"
         )
         contraction = CONTRACTION.search(kernel.asm["ptx"])
-        if contraction is not None:
+        if contraction is not None and "enable_fp_fusion" in form:  # a matrix product is free to
             print(f"{name}: {contraction[0]} rounds a product and a sum at once")
             return 1
     return 0

@@ -10,9 +10,9 @@ from torch import Tensor
 from executor.attention.base import AttentionSpec
 from executor.attention.reference import ReferenceAttention
 from executor.kv_cache import LayerCache, layers_of
-from executor.model.config import Rope
+from executor.model.config import Mixture, Rope
 from executor.model.rope import rope_table
-from executor.operations.base import Activation, Norm, StepTensors
+from executor.operations.base import Activation, Experts, Mlp, Norm, StepTensors
 from executor.operations.fused import FusedOperations
 from executor.operations.plain import PlainOperations
 from tests.gpu import machine as machines
@@ -30,6 +30,8 @@ SHAPES: Final = (
 """Hidden size, columns of the MLP, key-value heads, query heads for each, head_dim."""
 SMALL: Final = (("small", 72, 40, 2, 3, 20),)
 BLOCK_SIZE: Final = 16
+MOST_HIDDEN: Final = 1024
+"""Of a mixture of experts here."""
 CONTEXTS: Final = [(1, 700), (1, 30), (100, 612), (5, 5)]
 SMALL_CONTEXTS: Final = [(1, 20), (3, 9)]
 
@@ -56,12 +58,38 @@ class Case:
         self.qkv = self.random(num_tokens, width).to(dtype)
         self.inputs = self.random(num_tokens, 64).to(dtype)
         self.gate_up = self.plain.pack_gated(self.random(2 * mlp, 64).to(dtype), None)
+        self.experts = {
+            operations: self.mixture(operations, min(hidden, MOST_HIDDEN), dtype)
+            for operations in (self.fused, self.plain)
+        }
         self.norms = [Norm(self.random(hidden), eps) for eps in (1e-6, 1e-5)]
         self.head_norms = [Norm(self.random(head_dim), 1e-6) for _ in "qk"]
         self.rope = rope_table(Rope(5e5), head_dim, 1024, None, machine.device)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self._device)
+
+    def mixture(self, operations: PlainOperations, hidden: int, dtype: torch.dtype) -> Experts:
+        """Ten experts, three for each token, and a shared one; the same for both."""
+        generator, self._generator = self._generator, torch.Generator(self._device).manual_seed(2)
+        mlps = []
+        for size in (*[48] * 10, 80):
+            gate_up = self.random(2 * size, hidden).div(hidden**0.5).to(dtype)
+            down = self.random(hidden, size).div(size**0.5).to(dtype)
+            mlps.append(Mlp(operations.pack_gated(gate_up, None), operations.pack(down, None)))
+        router = self.random(11, hidden)
+        self._generator = generator
+        return operations.pack_experts(
+            router, mlps, Mixture(10, 3, 48, norm_topk_prob=True, shared_intermediate_size=80)
+        )
+
+    def mixed(self, operations: PlainOperations) -> list[Tensor]:
+        experts = self.experts[operations]
+        return [
+            operations.mixture(
+                self.update[:, : experts.router.shape[1]].contiguous(), experts, Activation.SILU
+            )
+        ]
 
     def cache(self) -> LayerCache:
         of = self.spec
@@ -93,6 +121,7 @@ class Case:
                 activation.value: lambda on, by=activation: [on.gated(self.inputs, self.gate_up, by)]  # type: ignore[misc]
                 for activation in Activation
             },
+            "experts": self.mixed,
         }
 
 

@@ -27,7 +27,7 @@ def test_all_operations_are_asked_and_near_plain_torch() -> None:
     found = operations(Machine(FakeDevice()))
     assert found["wrong"] == []
     assert list(found["worst_roundings"]["float32"]) == [
-        "norm", "add", "add_norm", "normed update", "heads", "normed heads", "silu", "gelu_tanh",
+        "norm", "add", "add_norm", "normed update", "heads", "normed heads", "silu", "gelu_tanh", "experts",
     ]  # fmt: skip
 
 
