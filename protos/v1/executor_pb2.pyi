@@ -119,7 +119,9 @@ class OpenResponse(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The optional abilities it has, of: logprobs, prompt_logprobs, penalties, logit_bias, token_lists, constraints."""
+        """The optional abilities it has, of: logprobs, prompt_logprobs, penalties, logit_bias, token_lists, constraints,
+        draft_tokens.
+        """
 
     @_builtins.property
     def fingerprints(self) -> _common_pb2.Fingerprints:
@@ -172,9 +174,9 @@ class BatchPlan(_message.Message):
     NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     NEW_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     POSITIONS_SUM_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_COPIES_FIELD_NUMBER: _builtins.int
     ZERO_BLOCK_IDS_FIELD_NUMBER: _builtins.int
-    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """From OpenResponse."""
     step_id: _builtins.int
@@ -220,6 +222,12 @@ class BatchPlan(_message.Message):
         """The ids of all these blocks, one sequence after the other; each sequence's are appended to its table in order."""
 
     @_builtins.property
+    def draft_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftTokens]:
+        """Guesses for the tokens that some of the rows will sample, at most one entry for each row. Only for an executor
+        with the feature `draft_tokens`; any other refuses such a plan.
+        """
+
+    @_builtins.property
     def block_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]:
         """Reserved for later; a plan that sets one of these is refused at protocol revision 1.
 
@@ -229,10 +237,6 @@ class BatchPlan(_message.Message):
     @_builtins.property
     def zero_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks to fill with zeros before the rows run."""
-
-    @_builtins.property
-    def draft_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftTokens]:
-        """Draft tokens to verify."""
 
     def __init__(
         self,
@@ -248,9 +252,9 @@ class BatchPlan(_message.Message):
         num_new_blocks: _abc.Iterable[_builtins.int] | None = ...,
         new_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         positions_sum: _builtins.int = ...,
+        draft_tokens: _abc.Iterable[Global___DraftTokens] | None = ...,
         block_copies: _abc.Iterable[Global___BlockCopy] | None = ...,
         zero_block_ids: _abc.Iterable[_builtins.int] | None = ...,
-        draft_tokens: _abc.Iterable[Global___DraftTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -288,7 +292,11 @@ Global___BlockCopy: _TypeAlias = BlockCopy  # noqa: Y015
 
 @_typing.final
 class DraftTokens(_message.Message):
-    """Reserved: guesses for one sequence's next tokens."""
+    """Guesses for the next tokens of a row that reaches its last known token. The row computes them behind its known
+    tokens (`num_tokens` counts them too) and samples once more behind each guess that was right, that is, equal to the
+    token sampled in its place. What it computed from the first wrong guess on counts as not computed. So guesses change
+    how many tokens a step samples, and never which. Until a plan acknowledges this step, the sequence has no other row.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -298,7 +306,7 @@ class DraftTokens(_message.Message):
     """Which."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In order."""
+        """In order; at least one, and fewer than the tokens that the sequence may still sample."""
 
     def __init__(
         self,
@@ -412,8 +420,8 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def num_sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many tokens each of them sampled: 0 while not all its known tokens are computed, else 1 (more with draft
-        tokens).
+        """How many tokens each of them sampled: 0 while not all its known tokens are computed, else 1, and 1 more for each
+        draft token that was right (unless the sequence ended before).
         """
 
     @_builtins.property
