@@ -106,6 +106,13 @@ class SchedulerSettings(ServiceSettings):
     prefix_caching: bool = Field(
         default=True, description="Whether equal beginnings of prompts are computed once."
     )
+    num_speculative_tokens: int = Field(
+        default=8,
+        ge=0,
+        le=15,
+        description="Most tokens of a sequence that are guessed from its own text and checked in one step, "
+        "where executors can and it pays (on CPUs, in small batches); it changes no answer. 0: none.",
+    )
     max_queued: int | None = Field(
         default=4096,
         ge=0,
@@ -203,6 +210,7 @@ class SchedulerSettings(ServiceSettings):
             admission=self.admission,
             aging_seconds=self.aging_seconds,
             prefix_caching=self.prefix_caching,
+            num_speculative_tokens=self.num_speculative_tokens,
             watermark=self.watermark,
             max_queued=self.max_queued,
             max_queued_tokens=self.max_queued_tokens,

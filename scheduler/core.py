@@ -21,6 +21,7 @@ from scheduler import admitting, door, policy, preemption, results
 from scheduler.batching import Batching
 from scheduler.core_state import CoreState
 from scheduler.counters import Outcome
+from scheduler.drafting import MAX_ROWS, Drafting
 from scheduler.executor_session import SessionBrokenError
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry, Reason
@@ -263,6 +264,8 @@ class SchedulerCore(CoreState):
         if self.limits.max_step_us is not None and draft.rows:
             draft.budget = state.tokens_beside(len(draft.rows), self.limits.max_step_us)
         admitting.give_out(self, state, unfinished, draft, now, may_enter=may_enter)
+        if state.drafting is not None and 0 < len(draft.rows) <= MAX_ROWS and not self.inquiry:
+            self._add_guesses(state, state.drafting, draft)
         self.drain_rate.queue_is(now, empty=not self.waiting)
         return self._plan(state, draft)
 
@@ -275,6 +278,8 @@ class SchedulerCore(CoreState):
         if not state.session.can_send:
             return False
         if state.session.num_unanswered and self.inquiry and self.inquiry.is_watching(state):
+            return False
+        if state.session.num_unanswered and state.drafting is not None and state.drafting.waits:
             return False
         if self.limits.late_plans and state.session.num_unanswered:
             state.held_until = state.pace.held_until(now)
@@ -346,6 +351,8 @@ class SchedulerCore(CoreState):
     def _grow(self, state: ExecutorState, growing: list[Sequence], draft: PlanDraft) -> None:
         """Gives each of these one more block."""
         block_ids = state.blocks.allocate(len(growing))
+        draft.num_new_blocks += [1] * len(growing)
+        draft.new_block_ids += block_ids
         block_size = state.blocks.block_size
         for seq, block_id in zip(growing, block_ids, strict=True):
             seq.block_table.append(block_id)
@@ -353,8 +360,31 @@ class SchedulerCore(CoreState):
             draft.grown_seq_ids.append(seq.seq_id)
             # The blocks before it are fully computed once this plan has been answered.
             draft.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
-        draft.num_new_blocks = [1] * len(growing)
-        draft.new_block_ids = block_ids
+
+    def _add_guesses(self, state: ExecutorState, drafting: Drafting, draft: PlanDraft) -> None:
+        """Adds draft tokens to rows whose sequences are known to their end, as far as tokens are left."""
+        line = state.step_time.line
+        for row, seq in enumerate(draft.rows):
+            num_known = len(seq.token_ids)
+            if seq.num_computed_tokens != num_known or seq.is_prefilling or seq.is_padding:
+                continue
+            guess = drafting.guess(seq, sum(draft.num_tokens), line)
+            most = min(draft.budget, seq.max_len - 1 - num_known, len(guess))
+            if most > seq.num_slots - num_known and self._may_grow_early(state, seq, draft):
+                self._grow(state, [seq], draft)
+            most = min(most, seq.num_slots - num_known)
+            if most > 0:
+                draft.guess(row, guess[:most])
+                self.counters.draft_tokens += most
+
+    def _may_grow_early(self, state: ExecutorState, seq: Sequence, draft: PlanDraft) -> bool:
+        """Whether `seq` may have a block for draft tokens: it will need one soon, and there is plenty."""
+        if seq.seq_id in draft.grown_seq_ids or seq.num_slots >= seq.max_len - 1 or not seq.tenant.may_grow:
+            return False
+        if state.blocks.num_free < 2 * len(state.running) + state.watermark_blocks:
+            return False
+        seq.tenant.meter(1, self._now)
+        return True
 
     def _plan(self, state: ExecutorState, draft: PlanDraft) -> BatchPlan | None:
         session = state.session
@@ -377,6 +407,7 @@ class SchedulerCore(CoreState):
             filled=draft.filled,
             outgrown=draft.outgrown,
             left=state.left,
+            draft_tokens=draft.draft_tokens,
         )
         state.released_seq_ids = []
         state.left = []
@@ -415,13 +446,21 @@ class SchedulerCore(CoreState):
         if state.is_draining:
             self.see_who_takes_newcomers()
         self._end_unfit(results.take_prompt_logprobs(plan, result, outcome.progressed), "a prompt", outcome)
-        self._end_unfit(
-            results.append_tokens(rows, result, outcome.progressed, self.counters), "a token", outcome
-        )
+        unfit = results.append_tokens(rows, result, outcome.progressed, self.counters)
+        for seq_id in plan.draft_tokens:
+            seq = state.running.get(seq_id)
+            if seq is not None and len(seq.token_ids) > seq.num_computed_tokens:  # else its row failed
+                self.counters.draft_tokens_accepted += len(seq.token_ids) - seq.num_computed_tokens - 1
+                seq.settle_draft()
+        self._end_unfit(unfit, "a token", outcome)
         self._register_blocks(state, plan, result)
         if self.inquiry:
             self.inquiry.stepped(rows)
         self._apply_ends(state, result, outcome)
+        if state.drafting is not None:
+            way = state.pace.way
+            way_us = None if way is None else way * 1e6
+            state.drafting.learn(state.running, outcome.progressed, state.step_time.line, way_us)
         return outcome
 
     def _apply_ends(self, state: ExecutorState, result: StepResult, outcome: Outcome) -> None:

@@ -23,6 +23,8 @@ class Counters:
     displacements: int = 0  # for a more important sequence
     scheduled_tokens: int = 0
     wasted_tokens: int = 0  # sampled, never delivered
+    draft_tokens: int = 0  # guesses sent
+    draft_tokens_accepted: int = 0  # those that were right
     refused: int = 0
     ended: Counter[FinishReason] = field(default_factory=Counter)
     recoveries: int = 0  # sequences that lost their executor

@@ -17,6 +17,7 @@ from itertools import accumulate
 
 from scheduler.plan import BatchPlan, Capacity, FinishedSequence, StepResult
 from scheduler.sequence import FinishReason, Sequence
+from scheduler.token_ids import NO_IDS
 
 
 class SessionBrokenError(RuntimeError):
@@ -32,9 +33,25 @@ def check_ids(result: StepResult, plan: BatchPlan | None, capacity: Capacity) ->
     highest = max(result.token_ids, default=0)
     if highest >= capacity.vocab_size:
         raise SessionBrokenError(f"step {result.step_id}: id {highest} is not one of {capacity.vocab_size}")
+    if plan is not None and plan.draft_tokens and plan.step_id == result.step_id:
+        _check_drafts(plan, result)
     stopped = [finished for finished in result.finished if finished.reason is FinishReason.STOP]
     if stopped and plan is not None and plan.step_id == result.step_id:
         _check_stops(plan, result, stopped, capacity.eos_token_ids)
+
+
+def _check_drafts(plan: BatchPlan, result: StepResult) -> None:
+    """A token may follow another one of the same step only if that one was guessed."""
+    end = 0
+    for seq_id, count in zip(result.seq_ids, result.num_sampled, strict=False):
+        start, end = end, end + count
+        draft = plan.draft_tokens.get(seq_id, NO_IDS).tolist()
+        followed = result.token_ids[start : max(start, end - 1)]
+        if followed != draft[: len(followed)]:
+            raise SessionBrokenError(
+                f"step {plan.step_id}: sequence {seq_id} has tokens behind {followed}, its draft tokens were "
+                f"{draft}: only a right one has another token behind it"
+            )
 
 
 def _check_stops(
@@ -110,9 +127,11 @@ def _rows_told_of(plan: BatchPlan, result: StepResult) -> list[Sequence]:
                     f"step {plan.step_id}: sequence {planned_id} is running and has no row"
                 )
             continue
-        if num_sampled != num_samples and planned_id not in failed:
+        most = num_samples + len(plan.draft_tokens.get(planned_id, ()))
+        if not num_samples <= num_sampled <= most and planned_id not in failed:
+            due = num_samples if most == num_samples else f"{num_samples} to {most}"
             raise SessionBrokenError(
-                f"step {plan.step_id}: sequence {planned_id} sampled {num_sampled}, {num_samples} due"
+                f"step {plan.step_id}: sequence {planned_id} sampled {num_sampled}, {due} due"
             )
         ran.append(seq)
         seq_id, num_sampled = next(answers, (0, 0))

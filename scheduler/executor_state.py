@@ -8,6 +8,7 @@ from collections import deque
 
 from scheduler.batching import Batching
 from scheduler.blocks import BlockError, BlockManager
+from scheduler.drafting import Drafting
 from scheduler.executor_session import ExecutorSession
 from scheduler.pace import Pace
 from scheduler.plan import Capacity, Leaver
@@ -29,6 +30,7 @@ class ExecutorState:
         "capacity",
         "clock",
         "crowded",
+        "drafting",
         "entering_padding",
         "executor_id",
         "fault",
@@ -89,6 +91,8 @@ class ExecutorState:
             limits.max_num_seqs or capacity.max_num_seqs,
             self.max_num_batched_tokens,
         )
+        guesses = limits.num_speculative_tokens and "draft_tokens" in capacity.features
+        self.drafting = Drafting(limits.num_speculative_tokens) if guesses else None
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()
         self.clock = StepClock()

@@ -68,6 +68,11 @@ class Pace:
         self._was_held = False  # whether the plan of the running step was held
 
     @property
+    def way(self) -> float | None:
+        """How long a plan and its result are on their way; None before it is known."""
+        return self._way.value
+
+    @property
     def margin(self) -> float | None:
         """How long before the end of a step the next plan leaves; None before the way is known."""
         way = self._way.value

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from scheduler.sequence import FinishReason, Sequence, StatusCode
+from scheduler.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,12 @@ class BatchPlan:
     num_new_blocks: list[int]
     new_block_ids: list[int]
     positions_sum: int
-    num_samples: list[int]  # not sent: tokens that each row must sample
+    num_samples: list[int]  # not sent: tokens that each row must sample; with draft tokens, the fewest
     rows: list[Sequence]  # not sent: the sequences of the rows, for the result
     filled: list[tuple[Sequence, int, int]]  # not sent: (row, seq_id, computed tokens once this is answered)
     outgrown: list[tuple[Sequence, int, int]]  # not sent: the same, for rows that only began a new block
     left: list[Leaver]  # not sent: those that left since the last plan, for watchers
+    draft_tokens: dict[int, TokenIds] = field(default_factory=dict)  # sent: by seq_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import math
 
 from scheduler.plan import NewSequence
 from scheduler.sequence import Sequence
+from scheduler.token_ids import TokenIds
 
 
 class PlanDraft:
@@ -13,6 +14,7 @@ class PlanDraft:
         "admitted",
         "best_other",
         "budget",
+        "draft_tokens",
         "filled",
         "grown_seq_ids",
         "new_block_ids",
@@ -35,6 +37,7 @@ class PlanDraft:
         self.num_tokens: list[int] = []
         self.num_samples: list[int] = []
         self.positions_sum = 0
+        self.draft_tokens: dict[int, TokenIds] = {}
         self.admitted: list[NewSequence] = []
         self.grown_seq_ids: list[int] = []
         self.num_new_blocks: list[int] = []
@@ -57,3 +60,11 @@ class PlanDraft:
         self.filled.append((seq, seq.seq_id, position + count))
         if reached and seq.num_computable_tokens < seq.max_len - 1:
             seq.num_computable_tokens += 1  # the token this step will sample
+
+    def guess(self, row: int, token_ids: TokenIds) -> None:
+        """Adds draft tokens to a row of one token, which is the last known one of its sequence."""
+        seq = self.rows[row]
+        self.draft_tokens[seq.seq_id] = token_ids
+        self.num_tokens[row] += len(token_ids)
+        self.budget -= len(token_ids)
+        seq.num_computable_tokens = seq.num_computed_tokens

@@ -55,6 +55,7 @@ class Limits:
     admission: Admission = Admission.FORECAST
     aging_seconds: float | None = 10.0  # waiting this long is worth one importance class
     prefix_caching: bool = True
+    num_speculative_tokens: int = 8  # most draft tokens of a row; 0: nothing is guessed
     watermark: float = 0.01  # share of blocks that a forecast leaves free
     max_queued: int | None = None  # waiting requests beyond the free seats
     max_queued_tokens: int | None = None  # prompt tokens of all waiting requests

@@ -50,10 +50,9 @@ class Digester:
         """Digest of a full stretch; `before` is that of the one before it, empty for the first."""
         return blake2b(before + ids.tobytes(), digest_size=DIGEST_BYTES, key=self._secret).digest()
 
-    def of_log(self, ids: TokenIds) -> list[bytes]:
-        """Digests of all full stretches of a log."""
+    def of_log(self, ids: TokenIds, before: bytes = b"") -> list[bytes]:
+        """Digests of all full stretches of a log, or of its part behind the stretch with digest `before`."""
         digests: list[bytes] = []
-        before = b""
         for start in range(0, len(ids) - self.num_ids + 1, self.num_ids):
             before = self.of_stretch(before, ids[start : start + self.num_ids])
             digests.append(before)
@@ -64,10 +63,13 @@ class Digester:
         return blake2b(b"text" + text, digest_size=DIGEST_BYTES, key=self._secret).hexdigest() if text else ""
 
 
-def synthetic_stretch(digest: bytes, num_ids: int) -> TokenIds:
-    """Ids in place of those that a digest stands for."""
-    ids: TokenIds = array("I", digest)
-    return (ids + array("I", bytes(4 * num_ids)))[:num_ids]
+def synthetic_stretches(digests: bytes, num_ids: int) -> TokenIds:
+    """Ids in place of those that these joined digests stand for."""
+    ids: TokenIds = array("I")
+    for start in range(0, len(digests), DIGEST_BYTES):
+        stretch: TokenIds = array("I", digests[start : start + DIGEST_BYTES])
+        ids.extend((stretch + array("I", bytes(4 * num_ids)))[:num_ids])
+    return ids
 
 
 def synthetic_log(digests: bytes, length: int, num_ids: int) -> TokenIds:
@@ -76,11 +78,7 @@ def synthetic_log(digests: bytes, length: int, num_ids: int) -> TokenIds:
         raise ValueError(
             f"{length} ids have {length // num_ids} digests, not {len(digests) / DIGEST_BYTES:g}"
         )
-    ids: TokenIds = array("I")
-    for start in range(0, len(digests), DIGEST_BYTES):
-        ids.extend(synthetic_stretch(digests[start : start + DIGEST_BYTES], num_ids))
-    ids.extend(array("I", bytes(4 * (length % num_ids))))
-    return ids
+    return synthetic_stretches(digests, num_ids) + array("I", bytes(4 * (length % num_ids)))
 
 
 # --- the first line --------------------------------------------------------------------------------------
@@ -177,8 +175,16 @@ def plan_digest(plan: BatchPlan) -> str:
     return blake2b(repr(columns).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
+def plan_event(plan: BatchPlan) -> Event:
+    """What is recorded of a plan: its digest, and what the core read from token ids."""
+    event: Event = {"step": plan.step_id, "plan": plan_digest(plan)}
+    if plan.draft_tokens:
+        event["draft_tokens"] = {seq_id: len(ids) for seq_id, ids in plan.draft_tokens.items()}
+    return event
+
+
 def result_event(result: StepResult, plan: BatchPlan | None, full: dict[int, bytes]) -> Event:
-    """A result; `plan` is what it answers, `full` the digests of the stretches that it fills, by seq_id."""
+    """A result of `plan`; `full` are the joined digests of the stretches that it fills, by seq_id."""
     event: Event = {"step": result.step_id, "us": result.total_us, "idle_us": result.idle_us}
     is_as_planned = (
         plan is not None

@@ -35,7 +35,7 @@ from scheduler.record_events import (
     capacity_event,
     header,
     line,
-    plan_digest,
+    plan_event,
     request_event,
     result_event,
 )
@@ -56,15 +56,17 @@ class _EndedError(Exception):
 
 
 class _Filled:
-    """A stretch of a token log that a result has filled."""
+    """The stretches of a token log that a result has filled: one, but for very short ones."""
 
     __slots__ = ("ids", "index", "seq", "seq_id")
 
-    def __init__(self, seq: Sequence, seq_id: int, num_ids: int) -> None:
+    def __init__(self, seq: Sequence, seq_id: int, num_before: int, num_ids: int) -> None:
+        """The log had `num_before` ids."""
         self.seq = seq
         self.seq_id = seq_id
-        self.index = len(seq.token_ids) // num_ids - 1
-        self.ids: TokenIds = seq.token_ids[-num_ids:]
+        self.index = num_before // num_ids  # of the first of them
+        end = len(seq.token_ids) // num_ids * num_ids
+        self.ids: TokenIds = seq.token_ids[self.index * num_ids : end]
 
 
 class _Encoding:
@@ -88,9 +90,9 @@ class _Encoding:
             count, before = self._logs[item.seq]
             if count != item.index:
                 raise _EndedError(f"stretch {item.index} of a token log came after {count}: a fault of ours")
-            digest = self.digester.of_stretch(before, item.ids)
-            self._logs[item.seq] = count + 1, digest
-            full[item.seq_id] = digest
+            digests = self.digester.of_log(item.ids, before)
+            self._logs[item.seq] = count + len(digests), digests[-1]
+            full[item.seq_id] = b"".join(digests)
         return result_event(result, plan, full)
 
     def ended(self) -> list[Sequence]:
@@ -324,6 +326,9 @@ class RecordingCore(SchedulerCore):
         """As the core's."""
         self._look_at_streams()
         what: Event = {"e": "schedule", "t": now, "executor": executor_id}
+        drafting = self.executors[executor_id].drafting
+        if drafting is not None and drafting.waits:
+            what["waits"] = True
         plan: BatchPlan | None = None
         try:
             plan = super().schedule(executor_id, now)
@@ -332,9 +337,7 @@ class RecordingCore(SchedulerCore):
             raise
         finally:
             self._see(executor_id)
-            self._recorder.put(
-                lambda _: what if plan is None else what | {"step": plan.step_id, "plan": plan_digest(plan)}
-            )
+            self._recorder.put(lambda _: what if plan is None else what | plan_event(plan))
         return plan
 
     def update(self, executor_id: str, result: StepResult, now: float) -> Outcome:
@@ -345,15 +348,17 @@ class RecordingCore(SchedulerCore):
         num_ids = self._recorder.num_ids or 1
         filling = []
         for seq, seq_id in zip(plan.rows, plan.seq_ids, strict=True) if plan is not None else ():
-            if (len(seq.token_ids) + 1) % num_ids == 0 and seq.seq_id == seq_id and not seq.is_padding:
-                filling.append((seq, seq_id, len(seq.token_ids)))
+            length = len(seq.token_ids)
+            most = 1 + len(plan.draft_tokens.get(seq_id, NO_IDS)) if plan is not None else 1
+            if length % num_ids + most >= num_ids and seq.seq_id == seq_id and not seq.is_padding:
+                filling.append((seq, seq_id, length))
         try:
             return super().update(executor_id, result, now)
         finally:
             filled = [  # the last block of an ended sequence is never named
-                _Filled(seq, seq_id, num_ids)
+                _Filled(seq, seq_id, length, num_ids)
                 for seq, seq_id, length in filling
-                if len(seq.token_ids) > length and seq.state is not State.FINISHED
+                if len(seq.token_ids) // num_ids > length // num_ids and seq.state is not State.FINISHED
             ]
             what = {"e": "update", "t": now, "executor": executor_id}
             self._recorder.put(lambda encoding: what | encoding.update(result, plan, filled))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from scheduler.explain import TimeLine
+from scheduler.lookup import Guesses
 from scheduler.tenants import Tenant
 from scheduler.token_ids import TokenIds
 
@@ -170,7 +171,8 @@ class Sequence:
 
     `token_ids` holds the known tokens, prompt and output. `num_computable_tokens` counts those that the next
     step may compute: it is ahead of the known ones by one for each step in flight that samples, and never
-    reaches `max_len`, since the last token is sampled but never fed.
+    reaches `max_len`, since the last token is sampled but never fed. While a step with its draft tokens is in
+    flight nobody knows how far that will bring it: until then nothing of it may be computed.
     """
 
     request: Request
@@ -217,6 +219,9 @@ class Sequence:
     num_registered_blocks: int = 0  # of its block table, from the start: found, or entered in the index
     followers: list["Follower"] = field(default_factory=list)  # wait for what it computes, or will
     inherited: FollowerLine | None = None  # and those that followed one that went
+
+    # Of `drafting`.
+    guesses: Guesses | None = None  # what its next tokens may be; None where nothing is guessed
 
     # Of `inquiry`.
     num_proven_tokens: int = 0  # computed without harm when an executor last died under it
@@ -272,6 +277,11 @@ class Sequence:
         self.executor_id = ""
         self.block_table = []
         self.num_slots = 0
+
+    def settle_draft(self) -> None:
+        """The step with its draft tokens was answered: all it knows but the newest token is computed."""
+        self.num_computed_tokens = len(self.token_ids) - 1
+        self.num_computable_tokens = min(len(self.token_ids), self.max_len - 1)
 
     @property
     def num_output_tokens(self) -> int:

@@ -146,6 +146,10 @@ def plan_message(plan: BatchPlan) -> executor_pb2.BatchPlan:
         num_new_blocks=plan.num_new_blocks,
         new_block_ids=plan.new_block_ids,
         positions_sum=plan.positions_sum,
+        draft_tokens=[
+            executor_pb2.DraftTokens(seq_id=seq_id, token_ids=ids)
+            for seq_id, ids in plan.draft_tokens.items()
+        ],
     )
 
 

@@ -9,6 +9,7 @@ Must not know: clocks.
 """
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from chairlift.lab.records import Histogram
 from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
 from scheduler.door import RefusedError
+from scheduler.drafting import Drafting, Line
 from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.record_events import (
@@ -27,7 +29,7 @@ from scheduler.record_events import (
     plan_digest,
     request_of,
     result_of,
-    synthetic_stretch,
+    synthetic_stretches,
 )
 from scheduler.record_file import Chunk, RecordError, chunks
 from scheduler.sequence import FinishReason, Request, Sequence
@@ -139,6 +141,25 @@ def _events(told: Iterable[Chunk]) -> Iterator[tuple[str, Event]]:
             if not isinstance(event, dict):
                 raise RecordError(f"{place}: an object is wanted")
             yield place, event
+
+
+class _Recorded(Drafting):
+    """What was guessed for one plan: guesses are made of ids, which a replay does not have."""
+
+    __slots__ = ("_lengths",)
+
+    def __init__(self, event: Event) -> None:
+        super().__init__(0)
+        self.waits = event.get("waits", False)
+        self._lengths = {int(seq_id): length for seq_id, length in event.get("draft_tokens", {}).items()}
+
+    def learn(self, *_: object) -> None:
+        """Nothing."""
+
+    def guess(self, seq: Sequence, num_tokens: int, line: Line | None) -> TokenIds:
+        """As many ids as there were."""
+        del num_tokens, line
+        return array("I", bytes(4 * self._lengths.get(seq.seq_id, 0)))
 
 
 class _Teller:
@@ -265,6 +286,9 @@ class _Teller:
         executor_id = event["executor"]
         plan: BatchPlan | None = None
         broken = None
+        state = self.core.executors[executor_id]
+        if state.drafting is not None:
+            state.drafting = _Recorded(event)
         try:
             plan = self.core.schedule(executor_id, now)
         except RuntimeError as error:
@@ -286,11 +310,13 @@ class _Teller:
         state = self.core.executors[executor_id]
         plan = state.session.unanswered[0] if state.session.unanswered else None
         result = result_of(event, plan)
-        for seq_id, digest in event.get("full", {}).items():
-            seq, at = state.running[int(seq_id)], result.seq_ids.index(int(seq_id))
-            ids = synthetic_stretch(bytes.fromhex(digest), self._num_ids)
-            seq.token_ids[len(seq.token_ids) - len(ids) + 1 :] = ids[:-1]
-            result.token_ids[sum(result.num_sampled[:at])] = ids[-1]
+        for seq_id, digests in event.get("full", {}).items():
+            seq, row = state.running[int(seq_id)], result.seq_ids.index(int(seq_id))
+            ids = synthetic_stretches(bytes.fromhex(digests), self._num_ids)
+            num_known = len(seq.token_ids) % self._num_ids  # of the first stretch
+            seq.token_ids[len(seq.token_ids) - num_known :] = ids[:num_known]
+            at = sum(result.num_sampled[:row])
+            result.token_ids[at : at + len(ids) - num_known] = ids[num_known:].tolist()
         seconds = now - state.clock.began
         try:
             outcome = self.core.update(executor_id, result, now)

@@ -8,7 +8,7 @@ shown beside the record itself: a difference between these two is the model's er
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chairlift.lab.fit import Fit, Measured, fit
 from chairlift.lab.loop import Arrival, LogicalLoop
@@ -64,7 +64,8 @@ def recorded(report: Report) -> Latencies:
 
 def modelled(report: Report, step_times: Linear, change: Change) -> Latencies:
     """What they would get under other limits; those recorded when `change` leaves them."""
-    limits = change(limits_of(report.header))
+    # Nothing is guessed in a model: whether guesses are right depends on ids, which a record does not have.
+    limits = replace(change(limits_of(report.header)), num_speculative_tokens=0)
     core = SchedulerCore(limits, Batching(report.header["batching"]), cache_secret=_CACHE_SECRET)
     loop = LogicalLoop(core, report.fleet, step_times)
     records = loop.run(_arrival(seen, report) for seen in report.seen)

@@ -1,6 +1,7 @@
 """A core and a checking executor in one thread, with a clock that the test moves."""
 
 from array import array
+from typing import Any
 
 from scheduler import audit
 from scheduler.batching import Batching
@@ -15,7 +16,7 @@ EXECUTOR = "executor"
 
 class Harness:
     def __init__(
-        self, limits: Limits | None = None, batching: Batching = Batching.ITERATION, **capacities: int
+        self, limits: Limits | None = None, batching: Batching = Batching.ITERATION, **capacities: Any
     ) -> None:
         self.capacity: Capacity = capacity(**capacities)
         self.core = SchedulerCore(

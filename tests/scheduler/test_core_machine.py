@@ -68,6 +68,7 @@ class CoreMachine(RuleBasedStateMachine):
         aging=st.sampled_from([None, 10.0, 0.5]),
         max_queued=st.sampled_from([None, None, 3]),
         max_queued_tokens=st.sampled_from([None, None, 50]),
+        num_speculative_tokens=st.sampled_from([0, 1, 3, 8]),
     )
     def start(
         self,
@@ -81,6 +82,7 @@ class CoreMachine(RuleBasedStateMachine):
         aging: float | None,
         max_queued: int | None,
         max_queued_tokens: int | None,
+        num_speculative_tokens: int,
     ) -> None:
         self.h = Harness(
             Limits(
@@ -93,6 +95,7 @@ class CoreMachine(RuleBasedStateMachine):
                 prefix_caching=prefix_caching,
                 max_queued=max_queued,
                 max_queued_tokens=max_queued_tokens,
+                num_speculative_tokens=num_speculative_tokens,
                 tenants=TENANTS,
             ),
             batching,
@@ -100,6 +103,7 @@ class CoreMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_num_seqs=seats,
             max_num_batched_tokens=budget,
+            features=frozenset({"draft_tokens"}),
         )
 
     @property

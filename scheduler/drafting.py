@@ -1,0 +1,77 @@
+"""Decides when it pays to send guesses as draft tokens, and how many.
+
+A step takes as long as its weights take to be read, and then some for each token (`step_time`). A batch of
+few rows leaves the rest of the machine idle: there a token that is guessed right is nearly free, and in a
+full batch it is dear. So a row gets draft tokens while what it wins is worth more than what it spends:
+
+    right · (time of the step / its tokens)  >  tried · (time of a token)
+
+Guesses have a second price. They continue what is known, so the plan that has them must wait for all results,
+and the executor waits for the plan. Guesses are scored whether they are sent or not (`lookup`), so it is
+known beforehand whether both prices are worth paying. Pure.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from scheduler.lookup import Guesses
+from scheduler.sequence import Sequence, State
+from scheduler.token_ids import NO_IDS, TokenIds
+
+MAX_ROWS = 16
+"""In a larger batch nothing is guessed: it hardly pays, and the search takes its time in each step."""
+_WAY_US = 1000.0  # from a result to the next step, as long as that was not measured
+
+Line = tuple[float, float]
+"""Duration of a step in microseconds: of an empty one, and for each token."""
+
+
+class Drafting:
+    """What is guessed at one executor."""
+
+    __slots__ = ("_most", "waits")
+
+    def __init__(self, most: int) -> None:
+        """`most`: draft tokens of a row."""
+        self._most = most
+        self.waits = False
+        """Whether the next plan is to wait for all results, so that it can have draft tokens."""
+
+    def learn(
+        self,
+        running: Mapping[int, Sequence],
+        progressed: Iterable[Sequence],
+        line: Line | None,
+        way_us: float | None,
+    ) -> None:
+        """A result came: scores the guesses of those that have `progressed`, and decides whether to wait.
+
+        `line` and `way_us` (from a result to the next step) are what was measured; None: nothing yet.
+        """
+        self.waits = False
+        if len(running) > MAX_ROWS:
+            return
+        for seq in progressed:
+            if seq.state is State.RUNNING and not seq.is_padding:
+                if seq.guesses is None:
+                    seq.guesses = Guesses(self._most)
+                seq.guesses.learn(seq.token_ids)
+        if line is None or not running:
+            return
+        base, per_token_us = line
+        worth_us = base / len(running) + per_token_us
+        known = [seq.guesses for seq in running.values() if seq.guesses is not None]
+        gains = [guesses.right * worth_us - guesses.tried * per_token_us for guesses in known]
+        price = _WAY_US if way_us is None else way_us
+        self.waits = sum(gain for gain in gains if gain > 0) > price
+
+    def guess(self, seq: Sequence, num_tokens: int, line: Line | None) -> TokenIds:
+        """What `seq`, all of whose tokens are known, is guessed to say next; none if that does not pay.
+
+        `num_tokens` are those of the step so far.
+        """
+        if line is None or seq.guesses is None:
+            return NO_IDS
+        base, per_token_us = line
+        worth_us = base / num_tokens + per_token_us
+        pays = seq.guesses.right * worth_us > seq.guesses.tried * per_token_us
+        return seq.guesses.rest(seq.token_ids) if pays else NO_IDS

@@ -1,0 +1,75 @@
+"""Guesses how a token log goes on: as it went on when it last ended as it does now (prompt lookup).
+
+    log      … the cat sat on the mat . the cat sat
+               └─────┬───┘ went on with: on the mat .
+
+Texts repeat themselves and their prompts: names, quotations, code, the keys of JSON. Such a guess costs a
+search in the log, and no second model. Whether guesses are any good differs from text to text, so each
+sequence keeps score of its own. A guess can be scored without being sent: its tokens come anyway. Pure.
+
+Source: A. Saxena, Prompt Lookup Decoding (2023); vLLM: ngram speculation.
+"""
+
+from dataclasses import dataclass, field
+
+from scheduler.token_ids import NO_IDS, TokenIds
+
+LONGEST_MATCH = (
+    4  # tokens at the end of the log that must have been there before; fewer where so many were not
+)
+SHORTEST_MATCH = 2
+MAX_SEARCHED = 32_768  # tokens from the end of the log: some tens of microseconds
+_BYTES = NO_IDS.itemsize
+_NEWEST = 0.25  # weight of the newest guess in the score
+
+
+def continuation(token_ids: TokenIds, count: int) -> TokenIds:
+    """`count` ids that may come next; none where the log has never ended as it does now.
+
+    A log that has begun to repeat itself is taken to go on so.
+    """
+    log = token_ids[-MAX_SEARCHED:].tobytes()
+    for size in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
+        end = log[-size * _BYTES :]
+        at = log.rfind(end, 0, len(log) - _BYTES)
+        while at % _BYTES and at >= 0:  # a find across the borders of ids is none
+            at = log.rfind(end, 0, at + len(end) - 1)
+        if at >= 0 and len(end) == size * _BYTES:
+            since = len(log) // _BYTES - at // _BYTES - size
+            repeated = token_ids[-since:]
+            return (repeated * -(-count // since))[:count]
+    return NO_IDS
+
+
+@dataclass(slots=True)
+class Guesses:
+    """The guess that one sequence's next tokens are measured by, and how good its guesses have been.
+
+    `right` and `tried` are means over the newest guesses: tokens that were right, and tokens that there were.
+    """
+
+    most: int  # tokens in a guess
+    length: int = 2  # of the next guess: longer after one that was right, shorter after one that was not
+    right: float = 0.0
+    tried: float = 0.0
+    made_at: int = 0  # how long the log was
+    ids: TokenIds = field(default_factory=lambda: NO_IDS)
+
+    def rest(self, log: TokenIds) -> TokenIds:
+        """What the guess says of the tokens that come next."""
+        return self.ids[len(log) - self.made_at :]
+
+    def learn(self, log: TokenIds) -> None:
+        """The log has grown. If that settles the guess, scores it and makes the next one."""
+        came = log[self.made_at : self.made_at + len(self.ids)]
+        right = next(
+            (i for i, pair in enumerate(zip(self.ids, came, strict=False)) if pair[0] != pair[1]), None
+        )
+        if right is None and len(came) < len(self.ids):
+            return
+        num_right = len(self.ids) if right is None else right
+        self.right += _NEWEST * (num_right - self.right)
+        self.tried += _NEWEST * (len(self.ids) - self.tried)
+        if self.ids:
+            self.length = min(self.most, self.length + 2) if right is None else max(1, self.length - 1)
+        self.made_at, self.ids = len(log), continuation(log, self.length)
