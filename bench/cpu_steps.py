@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from bench import machine_limit
-from executor.inputs import SampleRow, StepInputs, build_inputs
+from executor.inputs import StepInputs, build_inputs
 from executor.kernels.library import Kind
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from executor.runner import ModelRunner
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)

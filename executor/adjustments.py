@@ -8,6 +8,7 @@ same whether the sequence ran in one piece or was preempted, moved and resumed. 
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Final
 
 import numpy as np
@@ -43,6 +44,13 @@ class SeenTokens:
             self._counts = np.concatenate([self._counts, room.astype(np.float32)])
         self._ids[place] = token_id
         self._counts[place] += 1
+
+    def copy(self) -> "SeenTokens":
+        """As they are now."""
+        other = SeenTokens((), ())
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        other._place_of = dict(self._place_of)
+        return other
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -94,6 +102,15 @@ class Adjustment:
         """The sequence has put out one more token."""
         if self.seen is not None:
             self.seen.add(token_id)
+
+    def behind(self, token_id: int) -> "Adjustment":
+        """What it will be if that is the next token."""
+        if self.seen is None:
+            return self
+        later = copy(self)
+        later.seen = self.seen.copy()
+        later.took(token_id)
+        return later
 
 
 def adjustment_of(

@@ -239,6 +239,19 @@ class Matcher:
         if self.fault is None:
             self._building.result().consume_token(token_id)
 
+    def behind(self, token_id: int) -> "Matcher":
+        """What it will be if that is the next token."""
+        built: Future[llguidance.LLMatcher] = Future()
+        try:
+            matcher = self._building.result().deep_copy()
+            matcher.consume_token(token_id)
+            built.set_result(matcher)
+        except Exception as error:  # noqa: BLE001 - told by whoever asks what is allowed
+            built.set_exception(error)
+        later = Matcher(built, self._vocab_size, self._eos_token_ids)
+        later.fault = self.fault
+        return later
+
     def _allowed(self, matcher: llguidance.LLMatcher) -> NDArray[np.bool_]:
         allowed = np.zeros(self._vocab_size, dtype=np.bool_)
         if not matcher.is_error():

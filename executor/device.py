@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from executor.constraints import MatcherOf
-from executor.inputs import SampleRow, StepBatch, StepInputs
+from executor.inputs import StepBatch, StepInputs
 from executor.plan import PromptLogprobs
-from executor.rows import Sampled
+from executor.rows import Sampled, SampleRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.adjustments import Adjustment
-from executor.constraints import Matcher
-from executor.plan import SamplingParams
-from executor.rows import PromptStretch, Row
+from executor.rows import PromptStretch, Row, SampleRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One forward pass over T tokens of R rows, S of which sample. Decode rows (one token) come first.
+    """One forward pass over T tokens of R rows that sample S tokens. Decode rows (one token) come first.
 
     Attributes:
         token_ids: int64 [T]; IN_FLIGHT where the device alone knows it yet.
@@ -44,7 +41,8 @@ class StepInputs:
         query_start_loc: int32 [R + 1], where each row's tokens begin; the last entry is T.
         seq_lens: int32 [R], context of each row, its new tokens included.
         block_tables: int32 [R, max_blocks], padded with 0.
-        logits_indices: int64 [S], index into T of the last token of each sampling row.
+        logits_indices: int64 [S], index into T of the token behind which each token is sampled: the last of a
+            sampling row, and those before its draft tokens.
         num_decodes: rows with one token.
         max_query_len: most tokens of a row.
         max_seq_len: longest context.
@@ -65,27 +63,8 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRow:
-    """How one row's next token is chosen.
-
-    Attributes:
-        params: the request's sampling.
-        output_index: which output token this is, 0 being the first; the counter of the random numbers.
-        masked_ids: ids that may not be chosen now (end tokens before `min_tokens`).
-        adjustment: bias, penalties and lists; None when the request has none.
-        matcher: what may be chosen at all; None for anything.
-    """
-
-    params: SamplingParams
-    output_index: int
-    masked_ids: tuple[int, ...]
-    adjustment: Adjustment | None = None
-    matcher: Matcher | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step ready for the device: its inputs, its S sampling rows, and whose those are."""
+    """A step ready for the device: its inputs, how its S tokens are chosen, and whose those are."""
 
     inputs: StepInputs
     sample_rows: list[SampleRow]
@@ -116,7 +95,10 @@ def build_inputs(rows: Sequence[Row], block_size: int) -> StepBatch:
     positions = np.arange(query_start_loc[-1], dtype=np.int64) + starts[row_of_token]
     blocks = block_tables[row_of_token, positions // block_size].astype(np.int64)
 
-    sampling = [i for i, row in enumerate(ordered) if row.output_index is not None]
+    # The tokens of a row that samples are its last ones, one for each choice.
+    choices = [row.choices for row in ordered]
+    sampling = [i for i, each in enumerate(choices) for _ in each]
+    from_end = np.array([i for each in choices for i in range(len(each), 0, -1)], dtype=np.int64)
     return StepBatch(
         inputs=StepInputs(
             token_ids=np.array([t for row in ordered for t in row.token_ids], dtype=np.int64),
@@ -125,7 +107,7 @@ def build_inputs(rows: Sequence[Row], block_size: int) -> StepBatch:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_tables=block_tables,
-            logits_indices=query_start_loc[1:][sampling].astype(np.int64) - 1,
+            logits_indices=query_start_loc[1:][sampling].astype(np.int64) - from_end,
             num_decodes=num_decodes,
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
@@ -136,10 +118,6 @@ def build_inputs(rows: Sequence[Row], block_size: int) -> StepBatch:
                 if row.scored is not None
             ),
         ),
-        sample_rows=[
-            SampleRow(row.params, row.output_index, row.masked_ids, row.adjustment, row.matcher)
-            for row in ordered
-            if row.output_index is not None
-        ],
+        sample_rows=[choice for each in choices for choice in each],
         sampled_seq_ids=[ordered[i].seq_id for i in sampling],
     )

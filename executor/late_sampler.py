@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor import late_logprobs, logprobs, sampler
-from executor.inputs import SampleRow
 from executor.philox import uniforms
 from executor.plan import TokenLogprobs
-from executor.rows import Sampled
+from executor.rows import Sampled, SampleRow
 
 PREFIX: Final = "sample "
 """Of the names of our arrays among a step's."""

@@ -13,6 +13,8 @@ INVALID_ARGUMENT: Final = 3
 """gRPC status code: the request itself cannot be computed."""
 INTERNAL: Final = 13
 """gRPC status code: the computation went wrong."""
+DRAFT_TOKENS: Final = "draft_tokens"
+"""Feature of an executor that takes plans with draft tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,8 @@ class BatchPlan:
     num_new_blocks: tuple[int, ...] = ()
     new_block_ids: tuple[int, ...] = ()
     positions_sum: int = 0
+    draft_tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Pairs of seq_id and guesses for the next tokens of its row."""
     reserved: tuple[str, ...] = ()
     """Names of reserved fields that are set; a plan with any is refused."""
 
@@ -146,7 +150,7 @@ class StepResult:
     num_sampled: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
-    """Pairs of seq_id and the log-probabilities of its new token."""
+    """Pairs of seq_id and the log-probabilities of a new token; a sequence's stand together, in order."""
     finished: tuple[FinishedSequence, ...] = ()
     errors: tuple[SequenceError, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -40,12 +40,31 @@ class PromptStretch:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleRow:
+    """How one row's next token is chosen.
+
+    Attributes:
+        params: the request's sampling.
+        output_index: which output token this is, 0 being the first; the counter of the random numbers.
+        masked_ids: ids that may not be chosen now (end tokens before `min_tokens`).
+        adjustment: bias, penalties and lists; None when the request has none.
+        matcher: what may be chosen at all; None for anything.
+    """
+
+    params: SamplingParams
+    output_index: int
+    masked_ids: tuple[int, ...]
+    adjustment: Adjustment | None = None
+    matcher: Matcher | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part in a step, ready to compute.
 
     Attributes:
         seq_id: whose.
-        token_ids: the tokens to compute; the last may be IN_FLIGHT.
+        token_ids: the tokens to compute; the last may be IN_FLIGHT. Its draft tokens are the last ones.
         first_position: position of the first of them.
         block_ids: int32, the sequence's whole block table.
         params: how its next token is chosen.
@@ -54,6 +73,7 @@ class Row:
         adjustment: what else its request changes of the logits, as of the tokens known now; None for nothing.
         scored: the stretch of its prompt whose log-probabilities are wanted; None for none.
         matcher: what may be chosen at all; None for anything.
+        behind_drafts: how a token is chosen behind each of its draft tokens, if that one is right.
     """
 
     seq_id: int
@@ -66,6 +86,20 @@ class Row:
     adjustment: Adjustment | None = None
     scored: PromptStretch | None = None
     matcher: Matcher | None = None
+    behind_drafts: tuple[SampleRow, ...] = ()
+
+    @property
+    def draft(self) -> list[int]:
+        """Its draft tokens."""
+        return self.token_ids[len(self.token_ids) - len(self.behind_drafts) :]
+
+    @property
+    def choices(self) -> tuple[SampleRow, ...]:
+        """How its tokens are chosen, one for each of the last `token_ids`; empty if it samples none."""
+        if self.output_index is None:
+            return ()
+        first = SampleRow(self.params, self.output_index, self.masked_ids, self.adjustment, self.matcher)
+        return (first, *self.behind_drafts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from executor import logprobs, sampler, selection, self_test
 from executor.constraints import Constraint, Constraints, Matcher
 from executor.device import Fingerprints, StepOutput
 from executor.device_memory import check_weights_fit
-from executor.inputs import SampleRow, Scored, StepInputs, build_inputs
+from executor.inputs import Scored, StepInputs, build_inputs
 from executor.kv_cache import (
     KVCache,
     begun_blocks,
@@ -35,8 +35,8 @@ from executor.operations.base import Operations
 from executor.operations.plain import PlainOperations
 from executor.parallel.ranks import Alone, Ranks
 from executor.pipeline import Pipeline
-from executor.plan import PromptLogprobs, SamplingParams
-from executor.rows import Row, Sampled
+from executor.plan import DRAFT_TOKENS, PromptLogprobs, SamplingParams
+from executor.rows import Row, Sampled, SampleRow
 
 FEATURES: Final = ("logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists")
 
@@ -235,7 +235,10 @@ class ModelRunner:
     @property
     def features(self) -> tuple[str, ...]:
         """Names of optional abilities."""
-        return FEATURES if self._constraints is None else (*FEATURES, "constraints")
+        constraints = () if self._constraints is None else ("constraints",)
+        # Where steps are launched ahead, nobody knows yet how many of a row's draft tokens were right.
+        drafts = (DRAFT_TOKENS,) if self._pipeline is None else ()
+        return (*FEATURES, *constraints, *drafts)
 
     @property
     def matcher_of(self) -> Callable[[Constraint, Sequence[int]], Matcher] | None:

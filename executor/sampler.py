@@ -35,10 +35,9 @@ from torch import Tensor
 from executor import logprobs
 from executor.adjustments import Adjustment
 from executor.constraints import ConstraintError
-from executor.inputs import SampleRow
 from executor.philox import uniforms
 from executor.plan import TokenLogprobs
-from executor.rows import NOT_FINITE, Sampled
+from executor.rows import NOT_FINITE, Sampled, SampleRow
 
 ALL_MASKED = "every token is excluded for this sequence: none can be chosen"
 

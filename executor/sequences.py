@@ -34,7 +34,7 @@ from executor.plan import (
     TokenLogprobs,
 )
 from executor.request_faults import request_fault
-from executor.rows import IN_FLIGHT, NOT_FINITE, PromptStretch, Row, Sampled
+from executor.rows import IN_FLIGHT, NOT_FINITE, PromptStretch, Row, Sampled, SampleRow
 from executor.stopping import FinishReason, StopRule, end_token_ids
 
 
@@ -55,6 +55,8 @@ class _Sequence:
     adjustment: Adjustment | None
     prompt_logprobs_from: int | None
     matcher: Matcher | None
+    drafted_in: int = 0
+    """The newest step that had draft tokens of it."""
     has_ended: bool = False
 
     @property
@@ -62,6 +64,11 @@ class _Sequence:
         """Whether its length alone ends it, whatever the newest token is."""
         num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
         return self.stop_rule.is_long_enough(num_output_tokens=num_output_tokens, seq_len=len(self.token_ids))
+
+    def go_on(self) -> None:
+        """Its newest token, a right guess, is computed already; the one behind it is sampled too."""
+        self.num_computed_tokens += 1
+        self.token_ids.append(IN_FLIGHT)
 
     def take(self, token_id: int, output_index: int) -> FinishReason | None:
         """Fill in output token `output_index`, IN_FLIGHT until now. Why it ends the sequence, or None."""
@@ -133,6 +140,7 @@ class SequenceTable:
         "_num_blocks",
         "_rows",
         "_sequences",
+        "_takes_draft_tokens",
         "_used_seq_ids",
         "_vocab_size",
     )
@@ -148,8 +156,13 @@ class SequenceTable:
         vocab_size: int,
         eos_token_ids: abc.Iterable[int],
         matcher_of: MatcherOf | None = None,
+        takes_draft_tokens: bool = False,
     ) -> None:
-        """`matcher_of` is None where outputs cannot be constrained."""
+        """`matcher_of` is None where outputs cannot be constrained.
+
+        `takes_draft_tokens` only where each `apply` comes after the `settle` of the plan before.
+        """
+        self._takes_draft_tokens = takes_draft_tokens
         self._matcher_of = matcher_of
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -202,7 +215,8 @@ class SequenceTable:
     ) -> StepResult:
         """Take in what the step sampled, end what has ended, and say so.
 
-        `sampled_seq_ids` tells whose each entry of `sampled` is: every row that samples, in any order.
+        `sampled_seq_ids` tells whose each entry of `sampled` is: every row that samples, in any order; a
+        row with draft tokens as often as it has choices, one behind the other.
         `prompt_logprobs` has those of the rows' scored stretches, without the ones that are no numbers.
         """
         return self.settle(self.advance(plan), sampled_seq_ids, sampled, prompt_logprobs)
@@ -210,7 +224,7 @@ class SequenceTable:
     def advance(self, plan: BatchPlan) -> Flight:
         """The plan's rows are on their way: what they compute is computed, and what they sample as known."""
         for row, sequence in self._rows:
-            sequence.num_computed_tokens += len(row.token_ids)
+            sequence.num_computed_tokens += len(row.token_ids) - len(row.behind_drafts)
             if row.output_index is not None:
                 sequence.token_ids.append(IN_FLIGHT)
         flight = Flight(plan.step_id, plan.epoch, self._rows, self._errors)
@@ -225,7 +239,9 @@ class SequenceTable:
         prompt_logprobs: abc.Sequence[PromptLogprobs] = (),
     ) -> StepResult:
         """Take in what a step sampled, end what has ended, and say so. Flights settle in their order."""
-        index_of = {seq_id: i for i, seq_id in enumerate(sampled_seq_ids)}
+        index_of: dict[int, int] = {}
+        for i, seq_id in enumerate(sampled_seq_ids):
+            index_of.setdefault(seq_id, i)
         seq_ids: list[int] = []
         num_sampled: list[int] = []
         token_ids: list[int] = []
@@ -252,14 +268,13 @@ class SequenceTable:
                 num_sampled.append(0)
                 continue
             index = index_of[row.seq_id]
-            token_id = sampled.token_ids[index]
-            num_sampled.append(1)
-            token_ids.append(token_id)
-            if (chances := sampled.logprobs[index]) is not None:
-                logprobs.append((row.seq_id, chances))
-            reason = sequence.take(token_id, row.output_index)
+            count, reason = _take(sequence, row, sampled, index)
+            num_sampled.append(count)
+            token_ids += sampled.token_ids[index : index + count]
+            chances = sampled.logprobs[index : index + count]
+            logprobs += [(row.seq_id, each) for each in chances if each is not None]
             if reason is not None:
-                matched = token_id if reason is FinishReason.STOP else None
+                matched = token_ids[-1] if reason is FinishReason.STOP else None
                 finished.append(FinishedSequence(row.seq_id, reason, matched))
                 self._end(row.seq_id, sequence, flight.step_id)
         return StepResult(
@@ -373,6 +388,7 @@ class SequenceTable:
 
     def _plan_rows(self, plan: BatchPlan) -> list[tuple[Row, _Sequence]]:
         rows: list[tuple[Row, _Sequence]] = []
+        drafts = self._drafts(plan) if plan.draft_tokens else {}
         positions_sum = 0
         for seq_id, num_tokens in zip(plan.seq_ids, plan.num_tokens, strict=True):
             if num_tokens < 1:
@@ -387,7 +403,15 @@ class SequenceTable:
             if sequence.token_ids[-1] == IN_FLIGHT and sequence.is_at_its_end:
                 sequence.num_computed_tokens += num_tokens  # a ghost's as soon as its step settles
                 continue
-            rows.append((self._row(seq_id, sequence, num_tokens), sequence))
+            if sequence.drafted_in > plan.acked_step_id:
+                raise PlanError(
+                    f"sequence {seq_id} has a row, and step {sequence.drafted_in} with its draft tokens is "
+                    f"not acknowledged (acked_step_id is {plan.acked_step_id}): where it begins was not known"
+                )
+            row = self._row(seq_id, sequence, num_tokens, drafts.get(seq_id, ()))
+            if row.behind_drafts:
+                sequence.drafted_in = plan.step_id
+            rows.append((row, sequence))
         if positions_sum != plan.positions_sum:
             raise PlanError(
                 f"positions_sum is {plan.positions_sum} in the plan and {positions_sum} here: "
@@ -395,9 +419,30 @@ class SequenceTable:
             )
         return rows
 
-    def _row(self, seq_id: int, sequence: _Sequence, num_tokens: int) -> Row:
+    def _drafts(self, plan: BatchPlan) -> dict[int, tuple[int, ...]]:
+        """The plan's draft tokens, by seq_id."""
+        if not self._takes_draft_tokens:
+            raise PlanError("the plan has draft tokens; this executor does not have the feature draft_tokens")
+        drafts = dict(plan.draft_tokens)
+        if len(drafts) != len(plan.draft_tokens):
+            raise PlanError("a sequence has two entries of draft tokens in one plan; each may have one")
+        if without := drafts.keys() - set(plan.seq_ids):
+            raise PlanError(f"sequence {min(without)} has draft tokens and no row")
+        for seq_id, token_ids in drafts.items():
+            if not token_ids:
+                raise PlanError(f"sequence {seq_id} has an entry of no draft tokens; it must have at least 1")
+            if (highest := max(token_ids)) >= self._vocab_size:
+                raise PlanError(
+                    f"sequence {seq_id} has the draft token {highest}; the vocabulary has {self._vocab_size}"
+                )
+        return drafts
+
+    def _row(self, seq_id: int, sequence: _Sequence, num_tokens: int, draft: tuple[int, ...]) -> Row:
         first = sequence.num_computed_tokens
         end, num_known = first + num_tokens, len(sequence.token_ids)
+        if draft:
+            self._check_draft(seq_id, sequence, end, draft)
+            num_known += len(draft)
         if end > num_known:
             raise PlanError(
                 f"the row of sequence {seq_id} computes positions {first} to {end - 1}; "
@@ -408,10 +453,11 @@ class SequenceTable:
                 f"the row of sequence {seq_id} computes positions {first} to {end - 1}; "
                 f"its {len(sequence.block_ids)} blocks hold {num_slots}"
             )
-        output_index = num_known - sequence.num_prompt_tokens if end == num_known else None
+        num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+        output_index = num_output if end == num_known else None
         return Row(
             seq_id=seq_id,
-            token_ids=sequence.token_ids[first:end],
+            token_ids=[*sequence.token_ids[first:end], *draft],
             first_position=first,
             block_ids=sequence.block_ids,
             params=sequence.params,
@@ -420,7 +466,56 @@ class SequenceTable:
             adjustment=sequence.adjustment,
             scored=None if sequence.prompt_logprobs_from is None else _scored(seq_id, sequence, first, end),
             matcher=sequence.matcher,
+            behind_drafts=_behind(sequence, num_output, draft) if draft else (),
         )
+
+    def _check_draft(self, seq_id: int, sequence: _Sequence, end: int, draft: tuple[int, ...]) -> None:
+        num_known = len(sequence.token_ids)
+        if end != num_known + len(draft):
+            raise PlanError(
+                f"the row of sequence {seq_id} ends before position {end}; with {num_known} known and "
+                f"{len(draft)} draft tokens it must end before {num_known + len(draft)}"
+            )
+        rule = sequence.stop_rule
+        most = min(sequence.num_prompt_tokens + rule.max_tokens, rule.max_seq_len) - num_known - 1
+        if len(draft) > most:
+            raise PlanError(
+                f"sequence {seq_id} has {len(draft)} draft tokens and may sample {most + 1} more tokens; "
+                f"it may have {most}"
+            )
+
+
+def _behind(sequence: _Sequence, num_output: int, draft: tuple[int, ...]) -> tuple[SampleRow, ...]:
+    """How a token is chosen behind each draft token, as if those before it had been sampled."""
+    choices: list[SampleRow] = []
+    adjustment, matcher = sequence.adjustment, sequence.matcher
+    for output_index, token_id in enumerate(draft, start=num_output + 1):
+        adjustment = None if adjustment is None else adjustment.behind(token_id)
+        matcher = None if matcher is None else matcher.behind(token_id)
+        masked_ids = sequence.stop_rule.masked_ids(output_index)
+        choices.append(SampleRow(sequence.params, output_index, masked_ids, adjustment, matcher))
+    return tuple(choices)
+
+
+def _take(sequence: _Sequence, row: Row, sampled: Sampled, index: int) -> tuple[int, FinishReason | None]:
+    """Takes the row's tokens, from `index` of `sampled` on: one, and one behind each right draft token.
+
+    Returns how many there are, and why the last one ends the sequence. A place that cannot be sampled is left
+    to the next step, which meets it again: the tokens before it are good.
+    """
+    assert row.output_index is not None
+    count, reason = 0, None
+    for draft_id in (*row.draft, None):
+        if count:
+            if sampled.errors[index + count] is not None:
+                break
+            sequence.go_on()
+        token_id = sampled.token_ids[index + count]
+        reason = sequence.take(token_id, row.output_index + count)
+        count += 1
+        if reason is not None or token_id != draft_id:
+            break
+    return count, reason
 
 
 def _scored(seq_id: int, sequence: _Sequence, first: int, end: int) -> PromptStretch | None:

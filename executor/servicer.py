@@ -21,7 +21,7 @@ from executor.device import Runner, StepTimings
 from executor.device_thread import DeviceThread, Later
 from executor.late_work import LateEpochWork
 from executor.metrics import ExecutorMetrics
-from executor.plan import BatchPlan, StepResult
+from executor.plan import DRAFT_TOKENS, BatchPlan, StepResult
 from executor.sequences import PlanError, SequenceTable
 from executor.session import Answer, Broken, Held, NotOpen, Run, Session, Superseded
 from executor.traces import StepTraces
@@ -171,6 +171,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             max_seq_len=runner.max_seq_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
+            takes_draft_tokens=DRAFT_TOKENS in runner.features,
             matcher_of=runner.matcher_of,
         )
         pipeline = runner.pipeline

@@ -3,6 +3,8 @@
 Checks only the form (which fields are set); what the numbers mean is for `sequences` to judge.
 """
 
+from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
 from executor.constraints import Choice, Constraint, JsonOrTagged, JsonSchema, Regex, Tagged
@@ -14,7 +16,7 @@ from rpc.version import version
 
 PROTOCOL_REVISION: Final = 1
 
-_RESERVED_PLAN_FIELDS: Final = frozenset({"block_copies", "zero_block_ids", "draft_tokens"})
+_RESERVED_PLAN_FIELDS: Final = frozenset({"block_copies", "zero_block_ids"})
 _RESERVED_SEQUENCE_FIELDS: Final = frozenset({"adapter"})
 _SERVED_SAMPLING_FIELDS: Final = frozenset(
     {
@@ -62,6 +64,7 @@ def plan_from_proto(message: executor_pb2.BatchPlan) -> BatchPlan:
         num_new_blocks=tuple(message.num_new_blocks),
         new_block_ids=tuple(message.new_block_ids),
         positions_sum=message.positions_sum,
+        draft_tokens=tuple((draft.seq_id, tuple(draft.token_ids)) for draft in message.draft_tokens),
         reserved=tuple(sorted(set_fields & _RESERVED_PLAN_FIELDS)),
     )
 
@@ -144,8 +147,10 @@ def result_to_proto(
         num_sampled=result.num_sampled,
         token_ids=result.token_ids,
         logprobs=[
-            executor_pb2.RowLogprobs(seq_id=seq_id, tokens=[_logprobs_to_proto(chances)])
-            for seq_id, chances in result.logprobs
+            executor_pb2.RowLogprobs(
+                seq_id=seq_id, tokens=[_logprobs_to_proto(chances) for _, chances in pairs]
+            )
+            for seq_id, pairs in groupby(result.logprobs, key=itemgetter(0))
         ],
         finished=[
             executor_pb2.FinishedSequence(

@@ -368,6 +368,8 @@ class SchedulerCore(CoreState):
             num_known = len(seq.token_ids)
             if seq.num_computed_tokens != num_known or seq.is_prefilling or seq.is_padding:
                 continue
+            if seq.num_tokens_at_crash:
+                continue  # what it dies of must not depend on guesses, or it is never found
             guess = drafting.guess(seq, sum(draft.num_tokens), line)
             most = min(draft.budget, seq.max_len - 1 - num_known, len(guess))
             if most > seq.num_slots - num_known and self._may_grow_early(state, seq, draft):

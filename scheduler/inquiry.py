@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from scheduler.executor_state import ExecutorState
 from scheduler.sequence import Sequence, State
 from scheduler.suspects import Suspects
+from scheduler.token_ids import NO_IDS
 from scheduler.waiting import Hold, WaitingQueue
 
 HOST_PATIENCE_SECONDS = 5.0  # how long to wait for an empty executor
@@ -54,11 +55,10 @@ class Inquiry:
 
         Must be called while its sequences still have their seats.
         """
-        num_planned = _num_unanswered_tokens(state)
-        rows = list(num_planned)
+        under_way = _under_way(state)
+        rows = list(under_way)
         is_elsewhere = True
-        for seq in rows:
-            begin, end = seq.num_computed_tokens - num_planned[seq], seq.num_computed_tokens
+        for seq, (begin, end) in under_way.items():
             is_elsewhere &= end <= seq.num_proven_tokens or begin >= seq.num_tokens_at_crash
             if end > seq.num_proven_tokens:
                 seq.num_proven_tokens, seq.num_tokens_at_crash = begin, end
@@ -179,11 +179,13 @@ def _takes_one_of(state: ExecutorState, waiting: list[Sequence]) -> bool:
     return not (state.is_draining or state.is_away) and any(map(state.suits, waiting))
 
 
-def _num_unanswered_tokens(state: ExecutorState) -> dict[Sequence, int]:
-    """Sequences with rows in unanswered plans, and how many tokens they have there."""
-    count: dict[Sequence, int] = {}
+def _under_way(state: ExecutorState) -> dict[Sequence, tuple[int, int]]:
+    """Sequences with rows in unanswered plans: from which position to which. Draft tokens count."""
+    counts: dict[Sequence, tuple[int, int]] = {}
     for plan in state.session.unanswered:
         for seq, seq_id, num_tokens in zip(plan.rows, plan.seq_ids, plan.num_tokens, strict=True):
             if seq.seq_id == seq_id and not seq.is_padding:
-                count[seq] = count.get(seq, 0) + num_tokens
-    return count
+                before, drafted = counts.get(seq, (0, 0))
+                counts[seq] = before + num_tokens, drafted + len(plan.draft_tokens.get(seq_id, NO_IDS))
+    ends = ((seq, planned, seq.num_computed_tokens + drafted) for seq, (planned, drafted) in counts.items())
+    return {seq: (end - planned, end) for seq, planned, end in ends}

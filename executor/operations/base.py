@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from executor.inputs import SampleRow, StepInputs
+from executor.inputs import StepInputs
 from executor.kv_cache import KVCache, LayerCache
 from executor.model.config import Mixture
 from executor.model.quantized import QuantizedMatrix
+from executor.rows import SampleRow
 
 
 class Activation(Enum):

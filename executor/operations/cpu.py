@@ -18,7 +18,7 @@ from torch import Tensor
 
 from executor import memory
 from executor.attention.base import AttentionSpec
-from executor.inputs import SampleRow, StepInputs
+from executor.inputs import StepInputs
 from executor.kernels.library import (
     BLOCK_BYTES,
     COLUMN_PADDING,
@@ -47,6 +47,7 @@ from executor.model.quantized import QuantizedMatrix
 from executor.operations.base import Activation, Experts, Linear, Matrix, Mlp, Norm, StepTensors
 from executor.operations.tape import Tapes
 from executor.philox import uniforms
+from executor.rows import SampleRow
 
 _GATES = {Activation.SILU: Finish.SILU_GATE, Activation.GELU_TANH: Finish.GELU_TANH_GATE}
 _EVERYTHING = 2**31 - 1

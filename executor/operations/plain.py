@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from executor import late_sampler, sampler
 from executor.attention.base import AttentionBackend
-from executor.inputs import SampleRow, StepInputs
+from executor.inputs import StepInputs
 from executor.kv_cache import KVCache, LayerCache
 from executor.model.config import Mixture
 from executor.operations.base import Activation, Experts, Linear, Matrix, Mlp, Norm, StepTensors
+from executor.rows import SampleRow
 from executor.staging import StepArrays, on_device
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from executor.inputs import SampleRow, StepInputs
+from executor.inputs import StepInputs
 from executor.kv_cache import KVCache, LayerCache
 from executor.model.config import Mixture
 from executor.operations.base import (
@@ -28,6 +28,7 @@ from executor.operations.base import (
     Operations,
     StepTensors,
 )
+from executor.rows import SampleRow
 
 
 class Exchange(Protocol):

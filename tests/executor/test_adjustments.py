@@ -23,9 +23,8 @@ from transformers import (
 
 from executor import sampler
 from executor.adjustments import SeenTokens, adjustment_of
-from executor.inputs import SampleRow
 from executor.plan import SamplingParams
-from executor.rows import Sampled
+from executor.rows import Sampled, SampleRow
 from executor.stopping import StopRule
 from tests.executor.test_operations import operations, spec
 

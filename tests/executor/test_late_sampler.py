@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from executor import late_sampler, sampler
 from executor.adjustments import adjustment_of
 from executor.constraints import ConstraintError
-from executor.inputs import SampleRow
 from executor.late_sampler import FilterRows, filter_by_sorting
 from executor.parcel import Parcel
 from executor.plan import SamplingParams
-from executor.rows import Sampled
+from executor.rows import Sampled, SampleRow
 from executor.staging import Staging
 from tests.rig.fake_device import FakeDevice, Recording
 

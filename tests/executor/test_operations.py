@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executor.attention.base import AttentionSpec
 from executor.attention.reference import ReferenceAttention
-from executor.inputs import SampleRow, StepInputs, build_inputs
+from executor.inputs import StepInputs, build_inputs
 from executor.kernels import build
 from executor.kernels.library import Kernels
 from executor.kv_cache import layers_of
@@ -20,7 +20,7 @@ from executor.operations.base import Activation, Norm, Operations, StepTensors
 from executor.operations.cpu import CpuOperations
 from executor.operations.plain import PlainOperations
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from tests.executor import attending
 from tests.rig import attention_oracle
 

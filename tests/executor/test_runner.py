@@ -182,7 +182,7 @@ def test_it_says_what_it_is(runner: ModelRunner) -> None:
     assert (runner.max_seq_len, runner.eos_token_ids) == (8192, (257, 259))
     assert (runner.dtype, runner.device) == ("float32", "cpu")
     numbers = {"logprobs", "prompt_logprobs", "penalties", "logit_bias", "token_lists"}
-    assert set(runner.features) == numbers | {"constraints"}
+    assert set(runner.features) == numbers | {"constraints", "draft_tokens"}
     assert "float32" in runner.fingerprints.numerics
     assert len(runner.fingerprints.model) == len(runner.fingerprints.tokenizer) == 64
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor import sampler
-from executor.inputs import SampleRow
 from executor.plan import SamplingParams
-from executor.rows import Sampled
+from executor.rows import Sampled, SampleRow
 
 torch.set_num_threads(1)
 

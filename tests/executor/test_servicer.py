@@ -12,8 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from chairlift.step_driver import Epoch, ExecutorDriver, ended_by, tokens_by_sequence
 from executor.config import ExecutorSettings
 from executor.device_thread import DeviceThread
-from executor.inputs import SampleRow, StepInputs
+from executor.inputs import StepInputs
 from executor.model import ModelError
+from executor.rows import SampleRow
 from executor.servicer import SERVICE_NAME, ExecutorServicer
 from executor.serving import serve
 from protos.v1 import common_pb2, executor_pb2, executor_pb2_grpc

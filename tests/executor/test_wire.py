@@ -55,10 +55,8 @@ def test_the_same_message_twice_is_the_same_plan() -> None:
 
 
 def test_reserved_fields_of_a_plan_are_named() -> None:
-    message = executor_pb2.BatchPlan(
-        zero_block_ids=[1], draft_tokens=[executor_pb2.DraftTokens()], block_copies=[executor_pb2.BlockCopy()]
-    )
-    assert wire.plan_from_proto(message).reserved == ("block_copies", "draft_tokens", "zero_block_ids")
+    message = executor_pb2.BatchPlan(zero_block_ids=[1], block_copies=[executor_pb2.BlockCopy()])
+    assert wire.plan_from_proto(message).reserved == ("block_copies", "zero_block_ids")
 
 
 def test_b54_absent_sampling_is_off_and_minus_one_is_off_for_top_k() -> None:

@@ -12,7 +12,7 @@ from executor import late_sampler, sampler
 from executor.adjustments import adjustment_of
 from executor.attention.base import AttentionBackend
 from executor.captured import CapturedDecode, padded
-from executor.inputs import SampleRow, StepBatch, StepInputs, build_inputs
+from executor.inputs import StepBatch, StepInputs, build_inputs
 from executor.kv_cache import KVCache
 from executor.model.config import LayerKind, ModelConfig, Rope
 from executor.model.decoder import Decoder
@@ -23,7 +23,7 @@ from executor.operations.plain import PlainOperations
 from executor.philox import philox4x32
 from executor.pipeline import Pipeline
 from executor.plan import SamplingParams
-from executor.rows import IN_FLIGHT, Row
+from executor.rows import IN_FLIGHT, Row, SampleRow
 from executor.selection import BACKENDS
 from executor.staging import Staging, StepArrays, arrays_of
 from tests.gpu.filters_part import kernel_or_why

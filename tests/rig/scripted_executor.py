@@ -28,9 +28,9 @@ import numpy as np
 
 from executor import servicer, serving
 from executor.device import Fingerprints, StepOutput, StepTimings
-from executor.inputs import SampleRow, StepInputs
+from executor.inputs import StepInputs
 from executor.plan import BatchPlan, NewSequence, PromptLogprobs, SamplingParams, StepResult, TokenLogprobs
-from executor.rows import PromptStretch, Sampled
+from executor.rows import PromptStretch, Sampled, SampleRow
 from executor.work import EpochWork
 from rpc import log, server
 from rpc.settings import ServiceSettings
@@ -94,12 +94,24 @@ class Script:
     tokenizer_fingerprint: str = ""
     features: tuple[str, ...] = ("logprobs", "prompt_logprobs")
     """What is told. Scripted logits are sampled with penalties, bias and lists; scripted ids are not."""
+    memory: int = 0
+    """How many tokens of its context the model looks at, 0 for all: with few it soon repeats itself."""
     draws: bool = False
     """Whether ids that are not scripted are drawn, from logits that a hash of the context gives."""
     requests: tuple[RequestScript, ...] = ()
     faults: tuple[Fault, ...] = ()
     log_path: str = ""
     """Where each step's line goes; empty for none."""
+
+    def next_token(self, context: Sequence[int], excluded: frozenset[int]) -> int:
+        """The token after `context`: a hash of it, and never an excluded id."""
+        ids = np.asarray(context[-self.memory :], dtype=np.int64)
+        token_id = zlib.crc32(ids.tobytes()) % self.vocab_size
+        if self.memory:
+            token_id = ord("a") + token_id % 8
+        while token_id in excluded:
+            token_id = (token_id + 1) % self.vocab_size
+        return token_id
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -127,22 +139,12 @@ class Script:
 # --- the tests' side --------------------------------------------------------------------------------
 
 
-def next_token(context: Sequence[int], *, vocab_size: int, excluded: frozenset[int]) -> int:
-    """The token after `context`: a hash of all of it, and never an excluded id."""
-    ids = np.asarray(context, dtype=np.int64)
-    token_id = zlib.crc32(ids.tobytes()) % vocab_size
-    while token_id in excluded:
-        token_id = (token_id + 1) % vocab_size
-    return token_id
-
-
 def expected_output(prompt: Sequence[int], num_tokens: int, script: Script | None = None) -> list[int]:
     """What an unscripted request gets: the oracle for ids."""
     script = script or Script()
     context = list(prompt)
     for _ in range(num_tokens):
-        excluded = frozenset(script.eos_token_ids)
-        context.append(next_token(context, vocab_size=script.vocab_size, excluded=excluded))
+        context.append(script.next_token(context, frozenset(script.eos_token_ids)))
     return context[len(prompt) :]
 
 
@@ -242,7 +244,8 @@ class ScriptedRunner:
             _bring_about(fault)
         self._slots[inputs.slot_mapping] = inputs.token_ids
         rows = np.searchsorted(inputs.query_start_loc, inputs.logits_indices, side="right") - 1
-        contexts = [self._context(inputs, int(row)) for row in rows]
+        lengths = inputs.positions[inputs.logits_indices] + 1
+        contexts = [self._context(inputs, int(row), int(n)) for row, n in zip(rows, lengths, strict=True)]
         forwarded = time.perf_counter_ns()
         sampled = [self._sample(context, row) for context, row in zip(contexts, sample_rows, strict=True)]
         if fault is not None and fault.kind == "nan" and sampled:
@@ -255,8 +258,8 @@ class ScriptedRunner:
             (ended - forwarded) // 1000,
         )
 
-    def _context(self, inputs: StepInputs, row: int) -> tuple[int, ...]:
-        positions = np.arange(inputs.seq_lens[row])
+    def _context(self, inputs: StepInputs, row: int, length: int) -> tuple[int, ...]:
+        positions = np.arange(length)
         blocks = inputs.block_tables[row, positions // self.block_size].astype(np.int64)
         context = self._slots[blocks * self.block_size + positions % self.block_size]
         assert (context >= 0).all(), "the context has a slot that no step has written"
@@ -282,7 +285,7 @@ class ScriptedRunner:
         ):
             token_id = request.token_ids[row.output_index]
         else:
-            token_id = next_token(context, vocab_size=self.vocab_size, excluded=excluded)
+            token_id = self._script.next_token(context, excluded)
         return token_id, _certain(token_id, row.params), None
 
     def _sample_logits(

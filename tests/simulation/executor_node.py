@@ -6,10 +6,11 @@ the first id of their prompts.
 
 from collections import Counter, deque
 from collections.abc import Mapping
+from itertools import accumulate
 
 from executor import wire
 from executor.device import StepTimings
-from executor.plan import BatchPlan
+from executor.plan import DRAFT_TOKENS, BatchPlan
 from executor.sequences import SequenceTable
 from executor.session import Answer, Held, NotOpen, Run, Session, Superseded
 from executor.work import EpochWork
@@ -137,6 +138,7 @@ class ExecutorNode:
                 max_seq_len=self._script.max_seq_len,
                 vocab_size=self._script.vocab_size,
                 eos_token_ids=self._script.eos_token_ids,
+                takes_draft_tokens=DRAFT_TOKENS in self._script.features,
             ),
         )
         return wire.open_response(
@@ -239,6 +241,11 @@ class ExecutorNode:
             for new in plan.admitted:
                 self._runner.admit(new)
             result, _ = work.execute(plan)
+            for seq_id, count in zip(result.seq_ids, result.num_sampled, strict=True):
+                request, begin = self._reached[seq_id]
+                num_right = max(0, count - 1)
+                self._reached[seq_id] = request, begin + num_right
+                self.num_computed[request] += num_right
             self.num_steps += 1
             self._world.note(
                 self.name,
@@ -263,11 +270,12 @@ class ExecutorNode:
         """Notes how far each row gets: its request, from which position to which."""
         for new in plan.admitted:
             self._reached[new.seq_id] = new.token_ids[0], new.num_computed_tokens
-        reached = []
+        reached, drafts = [], dict(plan.draft_tokens)
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             request, begin = self._reached[seq_id]
-            self._reached[seq_id] = request, begin + count
-            self.num_computed[request] += count
+            known = count - len(drafts.get(seq_id, ()))
+            self._reached[seq_id] = request, begin + known
+            self.num_computed[request] += known
             reached.append((request, begin, begin + count))
         return reached
 
@@ -327,11 +335,11 @@ def _an_id_too_few(result: executor_pb2.StepResult, _: int) -> None:
 def _a_stop_at_no_end(result: executor_pb2.StepResult, _: int) -> None:
     """Everybody who goes on is said to stop with what was sampled; where nobody does, an id is missing."""
     ended = {finished.seq_id for finished in result.finished}
-    sampling = [seq_id for seq_id, count in zip(result.seq_ids, result.num_sampled, strict=True) if count]
+    ends = accumulate(result.num_sampled)
     going_on = [
-        (seq_id, token_id)
-        for seq_id, token_id in zip(sampling, result.token_ids, strict=True)
-        if seq_id not in ended
+        (seq_id, result.token_ids[end - 1])
+        for seq_id, count, end in zip(result.seq_ids, result.num_sampled, ends, strict=True)
+        if count and seq_id not in ended
     ]
     for seq_id, token_id in going_on:
         result.finished.add(seq_id=seq_id, reason=common_pb2.FINISH_REASON_STOP, matched_token_id=token_id)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from executor.plan import DRAFT_TOKENS
 from scheduler.policy import Admission, Limits
 from scheduler.waiting import Policy
 from tests.rig.scripted_executor import Script
@@ -38,6 +39,7 @@ RECOVERY_SECONDS = 10.0
 POISONED_SHARE = 0.1
 UNFIT_SHARE = LYING_SHARE = 0.06
 UNEQUAL_SHARE = DRAINING_SHARE = 0.1
+GUESSING_SHARE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,17 @@ class Shape:
             pauses_every_seconds=rng.choice([None, None, 0.6]),
         )
 
+    def with_guesses(self, rng: random.Random) -> "Shape":
+        """In some worlds the model repeats itself, and executors take draft tokens: most answers are long."""
+        if rng.random() >= GUESSING_SHARE:
+            return self
+        features = (*self.script.features, DRAFT_TOKENS)
+        bare = replace(self.script, memory=rng.choice([1, 2]), features=features, requests=())
+        asks = tuple(replace(ask, max_tokens=ask.max_tokens + rng.choice([0, 8])) for ask in self.asks)
+        scripts = tuple(script for ask in asks if (script := ask.script(bare)) is not None)
+        limits = replace(self.limits, num_speculative_tokens=rng.choice([1, 3, 8]))
+        return replace(self, asks=asks, script=replace(bare, requests=scripts), limits=limits)
+
     def with_lies(self, rng: random.Random) -> "Shape":
         """In some worlds executors answer a request wrongly each time; in others anything, for a while."""
         is_unfit, is_lying = rng.random() < UNFIT_SHARE, rng.random() < LYING_SHARE
@@ -186,7 +199,7 @@ class Scenario:
     def __init__(self, seed: int) -> None:
         self.world = world = World(seed)
         shape = Shape.draw(world.rng("shape")).with_poison(world.rng("poison"))
-        shape = shape.with_lies(world.rng("lies"))
+        shape = shape.with_guesses(world.rng("guesses")).with_lies(world.rng("lies"))
         self.shape = shape = shape.with_small_one(world.rng("small")).with_drains(world.rng("drains"))
         self.ledger = ledger = Ledger()
         world.note("scenario", str(replace(shape, asks=(), script=replace(shape.script, requests=()))))
