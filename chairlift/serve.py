@@ -84,6 +84,9 @@ class ServeSettings(Settings):
     admission: str | None = Field(
         default=None, description="Room a newcomer must find: reserve, forecast or optimistic."
     )
+    num_speculative_tokens: int | None = Field(
+        default=None, description="Most tokens of a sequence that are guessed for one step; 0: none."
+    )
     prefix_caching: bool | None = Field(
         default=None, description="Whether equal beginnings of prompts are computed once (default: yes)."
     )
@@ -179,6 +182,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "batching": ("scheduler",),
     "policy": ("scheduler",),
     "admission": ("scheduler",),
+    "num_speculative_tokens": ("scheduler",),
     "prefix_caching": ("scheduler",),
     "aging_seconds": ("scheduler",),
     "max_queued": ("scheduler",),

@@ -55,6 +55,9 @@ class Guesses:
     made_at: int = 0  # how long the log was
     ids: TokenIds = field(default_factory=lambda: NO_IDS)
 
+    def __post_init__(self) -> None:
+        self.length = min(self.length, self.most)
+
     def rest(self, log: TokenIds) -> TokenIds:
         """What the guess says of the tokens that come next."""
         return self.ids[len(log) - self.made_at :]

@@ -162,6 +162,10 @@ class SchedulerMetrics:
         meters, told = self._core.meters, self._core.counters
         yield counter("steps", "Steps that answered.", told.steps)
         yield counter("scheduled_tokens", "Tokens that plans gave out.", told.scheduled_tokens)
+        yield counter("spec_decode_draft_tokens", "Guessed tokens that plans gave out.", told.draft_tokens)
+        yield counter(
+            "spec_decode_accepted_tokens", "Guessed tokens that were right.", told.draft_tokens_accepted
+        )
         yield histogram("step_time_seconds", "What executors took for a step.", meters.step_us, 1e-6)
         yield histogram(
             "executor_idle_gap_seconds", "How long the executor was idle before a step.", meters.idle_us, 1e-6

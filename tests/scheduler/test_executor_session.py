@@ -1,3 +1,5 @@
+import re
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -220,6 +222,32 @@ def test_a_stop_that_is_none_breaks_the_session(
     one.seq_id = 3  # it was given up, and admitted anew
     check_ids(result, plan, ends)
     check_ids(result, None, ends)  # nothing is due: so the session says
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "fault"),
+    [
+        ([5], None),
+        ([9], None),
+        ([5, 9], None),
+        ([5, 6, 9], None),
+        ([9, 5], "sequence 1 has tokens behind [9], its draft tokens were [5, 6]"),
+        ([5, 9, 9], "sequence 1 has tokens behind [5, 9], its draft tokens were [5, 6]"),
+    ],
+)
+def test_a_token_behind_a_wrong_guess_breaks_the_session(token_ids: list[int], fault: str | None) -> None:
+    rows = {"seq_ids": [2, 1], "num_tokens": [1, 3], "num_samples": [1, 1]}
+    plan = replace(
+        plan_of(ExecutorSession(EPOCH, 2)),
+        **rows,
+        draft_tokens={1: array("I", [5, 6])},  # type: ignore[arg-type]
+    )
+    result = StepResult(EPOCH, 1, [2, 1], [1, len(token_ids)], [4, *token_ids])
+    if fault is None:
+        check_ids(result, plan, capacity())
+    else:
+        with pytest.raises(SessionBrokenError, match=re.escape(fault)):
+            check_ids(result, plan, capacity())
 
 
 def test_a_full_window_takes_no_plan() -> None:

@@ -20,6 +20,7 @@ from scheduler.record_events import (
     limits_of,
     line,
     plan_digest,
+    plan_event,
     request_event,
     request_of,
     result_event,
@@ -151,6 +152,14 @@ def test_plans_differ_in_their_digest_when_they_differ_in_what_is_done() -> None
     assert len(digests) == len(others) + 1
     same = plan_with(admitted=[replace(new, token_ids=array("I", [8, 9]), sampling=b"")])
     assert plan_digest(same) == plan_digest(plan_with())
+
+
+def test_draft_tokens_are_recorded_by_their_number_alone() -> None:
+    plan = plan_with(draft_tokens={3: array("I", [4_000_000_001, 4_000_000_002])})
+    event = plan_event(plan)
+    assert event == {"step": 2, "plan": plan_digest(plan_with()), "draft_tokens": {3: 2}}
+    assert b"40000000" not in line(event)
+    assert "draft_tokens" not in plan_event(plan_with())
 
 
 def test_rows_are_recorded_only_where_they_are_not_those_that_were_planned() -> None:

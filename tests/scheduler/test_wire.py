@@ -131,8 +131,12 @@ def test_a_plan_is_sent_column_by_column_and_the_same_plan_gives_the_same_bytes(
         grown_seq_ids=[seq_id for seq_id, _ in grown],
         num_new_blocks=[1] * len(grown),
         new_block_ids=[block_id for _, block_id in grown],
+        draft_tokens={seq_id: array("I", [seq_id, 7]) for seq_id in released},
     )
     message = wire.plan_message(plan)
+    assert [(item.seq_id, list(item.token_ids)) for item in message.draft_tokens] == [
+        (seq_id, [seq_id, 7]) for seq_id in dict.fromkeys(released)
+    ]
     assert message.SerializeToString() == wire.plan_message(plan).SerializeToString()
     back = executor_pb2.BatchPlan.FromString(message.SerializeToString())
     for name in (
