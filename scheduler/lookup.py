@@ -12,14 +12,16 @@ Source: A. Saxena, Prompt Lookup Decoding (2023); vLLM: ngram speculation.
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from scheduler.token_ids import NO_IDS, TokenIds
 
 LONGEST_MATCH = (
     4  # tokens at the end of the log that must have been there before; fewer where so many were not
 )
 SHORTEST_MATCH = 2
-MAX_SEARCHED = 32_768  # tokens from the end of the log: some tens of microseconds
-_BYTES = NO_IDS.itemsize
+MAX_SEARCHED = 32_768  # tokens from the end of the log, and places in it: some ten microseconds
+MAX_PLACES = 1024
 _NEWEST = 0.25  # weight of the newest guess in the score
 
 
@@ -28,17 +30,22 @@ def continuation(token_ids: TokenIds, count: int) -> TokenIds:
 
     A log that has begun to repeat itself is taken to go on so.
     """
-    log = token_ids[-MAX_SEARCHED:].tobytes()
-    for size in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
-        end = log[-size * _BYTES :]
-        at = log.rfind(end, 0, len(log) - _BYTES)
-        while at % _BYTES and at >= 0:  # a find across the borders of ids is none
-            at = log.rfind(end, 0, at + len(end) - 1)
-        if at >= 0 and len(end) == size * _BYTES:
-            since = len(log) // _BYTES - at // _BYTES - size
-            repeated = token_ids[-since:]
-            return (repeated * -(-count // since))[:count]
-    return NO_IDS
+    if not token_ids:
+        return NO_IDS
+    log = np.frombuffer(token_ids, dtype=np.uint32)[-MAX_SEARCHED:]
+    # Places where what came before was like the end of the log, by one token more each time.
+    places = np.flatnonzero(log[:-1] == log[-1])[-MAX_PLACES:]
+    num_alike = min(1, len(places))
+    while 0 < num_alike < LONGEST_MATCH:
+        inside = places[places >= num_alike]
+        longer = inside[log[inside - num_alike] == log[-1 - num_alike]] if inside.size else inside
+        if not longer.size:
+            break
+        places, num_alike = longer, num_alike + 1
+    if num_alike < SHORTEST_MATCH:
+        return NO_IDS
+    since = len(log) - 1 - int(places[-1])
+    return (token_ids[-since:] * -(-count // since))[:count]
 
 
 @dataclass(slots=True)
