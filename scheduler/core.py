@@ -363,7 +363,10 @@ class SchedulerCore(CoreState):
 
     def _add_guesses(self, state: ExecutorState, drafting: Drafting, draft: PlanDraft) -> None:
         """Adds draft tokens to rows whose sequences are known to their end, as far as tokens are left."""
-        line = state.step_time.line
+        line, max_step_us = state.step_time.line, self.limits.max_step_us
+        within = None if max_step_us is None else state.step_time.tokens_within(max_step_us)
+        if within is not None:
+            draft.budget = min(draft.budget, within - sum(draft.num_tokens))
         for row, seq in enumerate(draft.rows):
             num_known = len(seq.token_ids)
             if seq.num_computed_tokens != num_known or seq.is_prefilling or seq.is_padding:

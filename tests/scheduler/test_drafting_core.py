@@ -119,6 +119,16 @@ def test_a_newcomer_enters_beside_draft_tokens_and_its_prompt_comes_before_them(
     h.check_outputs()
 
 
+def test_a_step_stays_within_its_time() -> None:
+    """A step of n tokens takes 100 + 10 n us."""
+    h = harness({"max_step_us": 145.0})
+    h.submit("r", REPEATS, 100, ignore_eos=True)
+    h.run_to_end()
+    h.check_outputs()
+    assert h.core.counters.draft_tokens_accepted > 50
+    assert max(sum(plan.num_tokens) for plan in h.plans[1:]) == 4
+
+
 def test_a_length_is_reached_to_the_token() -> None:
     h = harness()
     seq = h.submit("r", REPEATS, 200)  # its cycle has no end token
