@@ -199,6 +199,21 @@ def test_seen_tokens_are_the_same_built_at_once_or_token_by_token(
         assert counts == {token_id: output.count(token_id) for token_id in counts}
 
 
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_behind_guesses_it_is_what_it_is_once_they_were_taken_and_the_present_stays(penalty: str) -> None:
+    params = SamplingParams(max_tokens=64, **{penalty: 1.5})  # type: ignore[arg-type]  # all of one type
+    now = row(**{penalty: 1.5})
+    before = adjusted(now)
+    assert now.adjustment is not None
+    guessed = now.adjustment
+    for end, token_id in enumerate((5, 39, 39), start=1):
+        guessed = guessed.behind(token_id)
+        told = adjustment_of(params, PROMPT, [*OUTPUT, 5, 39, 39][: len(OUTPUT) + end])
+        behind = adjusted(*(dataclasses.replace(now, adjustment=each) for each in (guessed, told)))
+        np.testing.assert_array_equal(behind[0], behind[1])
+    np.testing.assert_array_equal(adjusted(now), before)
+
+
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(wishes, min_size=2, max_size=6))
 def test_b56_a_rows_wishes_never_change_its_neighbours(rows: list[dict[str, Any]]) -> None:

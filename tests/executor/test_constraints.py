@@ -185,6 +185,41 @@ def test_after_a_preemption_it_goes_on_as_it_would_have(
     assert ids_of(resumed) == ids_of(going)
 
 
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=40), st.integers(0, 40), st.integers(1, 8))
+def test_what_may_follow_guesses_is_what_may_once_they_were_said_and_the_present_stays(
+    constraints: Constraints, choose: list[int], cut: int, most: int
+) -> None:
+    said_one_by_one, output = constraints.matcher(PERSON, []), []
+    for number in choose:
+        allowed = sorted(ids_of(said_one_by_one) - {EOS_ID, IM_END_ID})
+        if not allowed:
+            break
+        output.append(allowed[number % len(allowed)])
+        said_one_by_one.take(output[-1])
+    guesses = output[cut : cut + most]
+    now = constraints.matcher(PERSON, output[:cut])
+    before, guessed = ids_of(now), now
+    for token_id in guesses:
+        guessed = guessed.behind(token_id)
+    told = constraints.matcher(PERSON, output[: cut + len(guesses)])
+    assert ids_of(guessed) == ids_of(told)
+    assert ids_of(now) == before
+
+
+def test_a_guess_that_is_not_allowed_is_a_fault_behind_it_alone(constraints: Constraints) -> None:
+    now = constraints.matcher(Choice(("ja", "nein")), [])
+    wrong = now.behind(ord("x"))
+    for later in (wrong, wrong.behind(ord("a"))):
+        with pytest.raises(ConstraintError, match="cannot be kept to"):
+            later.allowed()
+    assert now.fault is None
+    assert ids_of(now) == {ord("j"), ord("n")}
+    assert ids_of(now.behind(ord("j"))) == {ord("a")}
+    unreadable = constraints.matcher(Regex("("), []).behind(ord("a"))
+    with pytest.raises(ConstraintError):
+        unreadable.allowed()
+
+
 def test_an_empty_schema_is_any_object(constraints: Constraints) -> None:
     matcher = constraints.matcher(JsonSchema("{}"), [])
     assert {TOKENS[token_id][:1] for token_id in ids_of(matcher)} == {b"{"}

@@ -1,10 +1,12 @@
+import dataclasses
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.inputs import build_inputs
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -41,6 +43,22 @@ def test_a_mixed_step_is_laid_out_without_padding_decodes_first() -> None:
     assert (inputs.num_decodes, inputs.max_query_len, inputs.max_seq_len) == (1, 3, 5)
     assert batch.sampled_seq_ids == [2, 3]
     assert [(r.output_index, r.masked_ids) for r in batch.sample_rows] == [(1, (0,)), (0, ())]
+
+
+def test_a_row_with_draft_tokens_is_sampled_at_its_last_tokens_in_order() -> None:
+    behind = tuple(SampleRow(PARAMS, output_index, (output_index,)) for output_index in (3, 4))
+    guessing = dataclasses.replace(
+        row(1, [10, 11, 12, 13], 2, [5, 9], output_index=2, masked_ids=(2,)), behind_drafts=behind
+    )
+    single = dataclasses.replace(row(3, [30, 31], 5, [1, 2], output_index=2), behind_drafts=behind[:1])
+    batch = build_inputs([guessing, row(2, [20], 4, [7, 3], output_index=1), single], block_size=4)
+    inputs = batch.inputs
+    assert inputs.token_ids.tolist() == [20, 10, 11, 12, 13, 30, 31]
+    assert inputs.logits_indices.tolist() == [0, 2, 3, 4, 5, 6]
+    assert batch.sampled_seq_ids == [2, 1, 1, 1, 3, 3]
+    assert [choice.output_index for choice in batch.sample_rows] == [1, 2, 3, 4, 2, 3]
+    assert [choice.masked_ids for choice in batch.sample_rows] == [(), (2,), (3,), (4,), (), (3,)]
+    assert inputs.num_decodes == 1
 
 
 def test_blocks_past_the_context_do_not_widen_the_tables() -> None:

@@ -11,7 +11,7 @@ import torch
 from executor import self_test
 from executor.inputs import StepInputs, build_inputs
 from executor.plan import SamplingParams, TokenLogprobs
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from executor.runner import ModelRunner
 from tests.executor import family_models
 from tests.executor.numerics import load, logits_by_steps, one_shot_logits
@@ -89,6 +89,28 @@ def test_b63_bits_are_the_same_after_preemptions_and_on_a_shared_prefix(dtype: s
     # Another sequence takes the first six blocks over and computes the rest.
     hit = computed([*blocks[:6], *(next(free) for _ in range(7))], 96, NUM_TOKENS)
     assert torch.equal(hit, alone[96:])
+
+
+def test_b63_bits_are_the_same_beside_wrong_guesses_and_where_those_are_overwritten(
+    dtype: str, folder: Path
+) -> None:
+    runner = runner_of(folder, dtype)
+    alone = one_shot_logits(runner, PROBE)
+    blocks, params = np.arange(14, dtype=np.int32)[::-1].copy(), SamplingParams(max_tokens=NUM_TOKENS)
+    found, start = [], 0
+    while start < NUM_TOKENS:
+        right, wrong = PROBE[start : start + 1 + start % 4], [255 - start % 256] * (start % 7)
+        behind = (SampleRow(params, 1, ()),) * (len(right) - 1 + len(wrong))
+        rows = [
+            Row(1, [*right, *wrong], start, blocks, params, 0, (), behind_drafts=behind),
+            Row(2, NEIGHBOURS[start % 60], 0, np.arange(14, 28, dtype=np.int32), params, 0, ()),
+        ]
+        batch = build_inputs(rows, 16)
+        logits = runner.logits(batch.inputs)
+        first = batch.sampled_seq_ids.index(1)
+        found.append(logits[first : first + len(right)].clone())
+        start += len(right)
+    assert torch.equal(torch.cat(found), alone)
 
 
 def test_b63_reported_logprobs_are_the_same_floats_among_others(dtype: str, folder: Path) -> None:

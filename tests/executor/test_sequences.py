@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor.adjustments import Adjustment
 from executor.plan import (
     INTERNAL,
     INVALID_ARGUMENT,
@@ -80,9 +81,9 @@ def plan(
 def run(
     t: SequenceTable, p: BatchPlan, *token_ids: int, errors: list[str | None] | None = None
 ) -> StepResult:
-    """Apply a plan and commit `token_ids`, one for each sampling row in the plan's order."""
+    """Apply a plan and commit `token_ids`, one for each choice of each row in the plan's order."""
     rows = t.apply(p)
-    sampling = [row.seq_id for row in rows if row.output_index is not None]
+    sampling = [row.seq_id for row in rows for _ in row.choices]
     assert len(sampling) == len(token_ids), "the test must sample each sampling row"
     sampled = Sampled(list(token_ids), [None] * len(token_ids), errors or [None] * len(token_ids))
     return t.commit(p, sampling, sampled)
@@ -248,6 +249,210 @@ def test_releases_come_before_admissions_so_that_a_victims_blocks_can_be_given_o
     run(t, plan(1, {1: 3}, admitted=(new(1),)), 41)
     result = run(t, plan(2, {2: 3}, released_seq_ids=(1,), admitted=(new(2),)), 43)
     assert result.seq_ids == (2,)
+
+
+# --- draft tokens -------------------------------------------------------------------------------------
+
+
+def drafting(**changes: Any) -> SequenceTable:
+    return table(takes_draft_tokens=True, **changes)
+
+
+def test_a_row_has_its_draft_tokens_behind_the_known_ones_and_a_choice_behind_each() -> None:
+    t = drafting()
+    admitted = (new(1, min_tokens=3, seed=5), new(2))
+    (row, other) = t.apply(plan(1, {1: 5, 2: 2}, admitted=admitted, draft_tokens=((1, (40, 41)),)))
+    assert (row.token_ids, row.draft, row.first_position) == ([1, 2, 3, 40, 41], [40, 41], 0)
+    assert [(c.output_index, c.masked_ids) for c in row.choices] == [(0, (EOS,)), (1, (EOS,)), (2, (EOS,))]
+    assert all(choice.params is row.params for choice in row.choices)
+    assert (other.draft, other.choices) == ([], ())
+
+
+def test_the_end_tokens_are_held_back_by_each_places_own_output_index() -> None:
+    (row,) = drafting().apply(
+        plan(1, {1: 6}, admitted=(new(1, min_tokens=2),), draft_tokens=((1, (4, 5, 6)),))
+    )
+    assert [choice.masked_ids for choice in row.choices] == [(EOS,), (EOS,), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "num_taken"),
+    [
+        ((40, 41, 42), 3),
+        ((40, 41, 40), 3),
+        ((40, 50, 42), 2),
+        ((50, 41, 42), 1),
+        ((50, 40, 41), 1),
+    ],
+)
+def test_one_token_is_taken_and_one_behind_each_right_draft_token(
+    sampled: tuple[int, ...], num_taken: int
+) -> None:
+    t = drafting()
+    result = run(t, plan(1, {1: 5}, admitted=(new(1),), draft_tokens=((1, (40, 41)),)), *sampled)
+    assert (result.num_sampled, result.token_ids) == ((num_taken,), sampled[:num_taken])
+    (row,) = t.apply(plan(2, {1: 1}, positions_sum=2 + num_taken))
+    assert (row.token_ids, row.first_position) == ([sampled[num_taken - 1]], 2 + num_taken)
+    assert row.output_index == num_taken
+
+
+def test_rows_with_draft_tokens_stand_beside_others_in_any_order_of_sampling() -> None:
+    t = drafting()
+    p = plan(
+        1,
+        {1: 4, 2: 2, 3: 5, 4: 3},
+        admitted=tuple(new(seq_id) for seq_id in range(1, 5)),
+        draft_tokens=((3, (30, 31)), (1, (10,))),
+    )
+    t.apply(p)
+    ids = [40, 10, 11, 30, 99, 99]
+    result = t.commit(p, [4, 1, 1, 3, 3, 3], Sampled(ids, [None] * 6, [None] * 6))
+    assert (result.seq_ids, result.num_sampled) == ((1, 2, 3, 4), (2, 0, 2, 1))
+    assert result.token_ids == (10, 11, 30, 99, 40)
+
+
+def test_every_token_of_a_row_has_its_logprobs_and_none_that_was_not_taken() -> None:
+    t = drafting()
+    p = plan(1, {1: 5, 2: 3}, admitted=(new(1, logprobs=0), new(2)), draft_tokens=((1, (40, 41)),))
+    t.apply(p)
+    chances = [TokenLogprobs(token_id, -0.5, 1, (), ()) for token_id in (40, 50, 42)]
+    result = t.commit(p, [1, 1, 1, 2], Sampled([40, 50, 42, 7], [*chances, None], [None] * 4))
+    assert result.logprobs == ((1, chances[0]), (1, chances[1]))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason", "matched"),
+    [
+        ({"max_tokens": 8}, FinishReason.STOP, EOS),
+        ({"max_tokens": 3, "ignore_eos": True}, FinishReason.LENGTH, None),
+        ({"max_tokens": 8, "ignore_eos": True, "stop_token_ids": frozenset({EOS})}, FinishReason.STOP, EOS),
+    ],
+)
+def test_an_end_among_right_draft_tokens_is_the_rows_last_token(
+    sampling: dict[str, Any], reason: FinishReason, matched: int | None
+) -> None:
+    t, draft = drafting(), (40, EOS, 42)[: sampling["max_tokens"] - 1]
+    p = plan(1, {1: 3 + len(draft)}, admitted=(new(1, **sampling),), draft_tokens=((1, draft),))
+    result = run(t, p, *draft, 43)
+    assert result.token_ids == ((40, EOS) if reason is FinishReason.STOP else (40, EOS, 43))
+    assert result.finished == (FinishedSequence(1, reason, matched),)
+    assert (t.num_sequences, t.num_ghosts) == (0, 1)
+
+
+def test_a_place_that_cannot_be_sampled_is_left_to_the_next_step_unless_it_is_the_first() -> None:
+    def result_of(t: SequenceTable, *errors: str | None) -> StepResult:
+        p = plan(1, {1: 5}, admitted=(new(1),), draft_tokens=((1, (40, 41)),))
+        return run(t, p, 40, 41, 42, errors=list(errors))
+
+    t = drafting()
+    assert (result_of(t, None, NOT_FINITE, None).token_ids, t.num_sequences) == ((40,), 1)
+    again = run(t, plan(2, {1: 1}, positions_sum=3), 0, errors=[NOT_FINITE])
+    assert [(error.seq_id, error.message) for error in again.errors] == [(1, NOT_FINITE)]
+    t = drafting()
+    assert (result_of(t, None, None, "no token is left").token_ids, t.num_sequences) == ((40, 41), 1)
+    first = result_of(drafting(), NOT_FINITE, None, None)
+    assert (first.token_ids, [error.seq_id for error in first.errors]) == ((), [1])
+
+
+def test_what_penalties_count_behind_a_draft_token_is_what_they_count_once_it_was_taken() -> None:
+    def counted(adjustment: Adjustment | None) -> dict[int, int]:
+        assert adjustment is not None
+        seen = adjustment.seen
+        assert seen is not None
+        return dict(zip(seen.ids.tolist(), seen.counts.tolist(), strict=True))
+
+    t = drafting()
+    admitted = (new(1, (1, 2), presence_penalty=1.0),)
+    (row,) = t.apply(plan(1, {1: 4}, admitted=admitted, draft_tokens=((1, (40, 40)),)))
+    behind = [counted(choice.adjustment) for choice in row.choices]
+    assert behind == [{}, {40: 1}, {40: 2}]
+    t.commit(plan(1), [1, 1, 1], Sampled([40, 41, 7], [None] * 3, [None] * 3))
+    (row,) = t.apply(plan(2, {1: 1}, positions_sum=3))
+    assert counted(row.adjustment) == {40: 1, 41: 1}
+
+
+def test_bias_alone_is_shared_by_all_places_of_a_row() -> None:
+    admitted = (new(1, logit_bias=((5, 1.0),)),)
+    (row,) = drafting().apply(plan(1, {1: 5}, admitted=admitted, draft_tokens=((1, (40, 41)),)))
+    assert len({id(choice.adjustment) for choice in row.choices}) == 1
+
+
+def test_a_row_with_draft_tokens_scores_no_more_of_the_prompt_than_there_is() -> None:
+    admitted = (new(1, range(10, 14), prompt_logprobs_from=1),)
+    p = plan(1, {1: 6}, admitted=admitted, draft_tokens=((1, (40, 41)),))
+    assert stretches(drafting(), p) == [(1, [11, 12, 13])]
+
+
+def test_a_ghosts_draft_tokens_count_in_positions_sum_alone() -> None:
+    t = drafting()
+    run(t, plan(1, {1: 3, 2: 3}, admitted=(new(1), new(2))), EOS, 41)
+    guessed = {"draft_tokens": ((1, (7, 8)), (2, (50,)))}
+    result = run(t, plan(2, {1: 3, 2: 2}, positions_sum=6, acked=0, **guessed), 50, 51)
+    assert (result.seq_ids, result.token_ids) == ((2,), (50, 51))
+
+
+def test_a_sequence_has_a_row_again_once_its_draft_tokens_are_acknowledged() -> None:
+    t = drafting()
+    run(t, plan(1, {1: 4, 2: 3}, admitted=(new(1), new(2)), draft_tokens=((1, (40,)),)), 50, 51, 60)
+    run(t, plan(2, {2: 1}, positions_sum=3, acked=0), 61)
+    run(t, plan(3, {1: 1, 2: 1}, positions_sum=3 + 4, acked=1), 52, 62)
+
+
+def test_before_that_the_sequence_may_have_no_row() -> None:
+    t = drafting()
+    run(t, plan(1, {1: 4}, admitted=(new(1),), draft_tokens=((1, (40,)),)), 50, 51)
+    with pytest.raises(PlanError, match="step 1 with its draft tokens is not acknowledged"):
+        t.apply(plan(2, {1: 1}, positions_sum=3, acked=0))
+
+
+KNOWN = (new(1),)
+
+
+@pytest.mark.parametrize(
+    ("rows", "guessed", "sentence"),
+    [
+        ({1: 4}, ((1, (40,)), (1, (40,))), "two entries of draft tokens"),
+        ({}, ((1, (40,)),), "sequence 1 has draft tokens and no row"),
+        ({1: 3}, ((7, (40,)),), "sequence 7 has draft tokens and no row"),
+        ({1: 3}, ((1, ()),), "sequence 1 has an entry of no draft tokens; it must have at least 1"),
+        ({1: 5}, ((1, (40, 100)),), "has the draft token 100; the vocabulary has 100"),
+        (
+            {1: 3},
+            ((1, (40,)),),
+            "ends before position 3; with 3 known and 1 draft tokens it must end before 4",
+        ),
+        ({1: 2}, ((1, (40,)),), "ends before position 2"),
+        ({1: 5}, ((1, (40,)),), "ends before position 5"),
+        ({1: 3 + 8}, ((1, (40,) * 8),), "8 draft tokens and may sample 8 more tokens; it may have 7"),
+    ],
+)
+def test_draft_tokens_that_do_not_fit_are_refused(
+    rows: dict[int, int], guessed: tuple[tuple[int, tuple[int, ...]], ...], sentence: str
+) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        drafting().apply(plan(1, rows, admitted=KNOWN, draft_tokens=guessed))
+
+
+def test_as_many_draft_tokens_as_are_left_but_one_are_taken_and_one_more_is_refused() -> None:
+    for max_seq_len, max_tokens, most in ((40, 5, 4), (8, 20, 4), (8, 5, 4), (4, 20, 0), (40, 1, 0)):
+        fields: dict[str, Any] = {"admitted": (new(1, max_tokens=max_tokens),)}
+        if most:
+            guessed = ((1, (40,) * most),)
+            drafting(max_seq_len=max_seq_len).apply(plan(1, {1: 3 + most}, draft_tokens=guessed, **fields))
+        guessed = ((1, (40,) * (most + 1)),)
+        with pytest.raises(PlanError, match=f"it may have {most}"):
+            drafting(max_seq_len=max_seq_len).apply(plan(1, {1: 4 + most}, draft_tokens=guessed, **fields))
+
+
+def test_draft_tokens_without_a_slot_are_refused() -> None:
+    p = plan(1, {1: 5}, admitted=(new(1, block_ids=[0]),), draft_tokens=((1, (40, 41)),))
+    with pytest.raises(PlanError, match="its 1 blocks hold 4"):
+        drafting().apply(p)
+
+
+def test_draft_tokens_are_refused_where_they_are_not_taken() -> None:
+    with pytest.raises(PlanError, match="does not have the feature draft_tokens"):
+        table().apply(plan(1, {1: 4}, admitted=KNOWN, draft_tokens=((1, (40,)),)))
 
 
 # --- one row's error --------------------------------------------------------------------------------
@@ -491,7 +696,7 @@ ADMITTED = (new(1),)
             plan(1, admitted=ADMITTED, grown_seq_ids=(1,), num_new_blocks=(1,), new_block_ids=(32,)),
             "block ids are 0 to 31",
         ),
-        (plan(1, reserved=("draft_tokens",)), "draft_tokens, reserved at protocol revision 1"),
+        (plan(1, reserved=("zero_block_ids",)), "zero_block_ids, reserved at protocol revision 1"),
     ],
 )
 def test_a_plan_that_disagrees_with_the_table_is_refused(faulty: BatchPlan, sentence: str) -> None:

@@ -36,6 +36,7 @@ def test_a_plan_comes_over_whole() -> None:
         num_new_blocks=[1],
         new_block_ids=[10],
         positions_sum=1,
+        draft_tokens=[executor_pb2.DraftTokens(seq_id=4, token_ids=[8, 9]), executor_pb2.DraftTokens()],
     )
     plan = wire.plan_from_proto(message)
     assert (plan.epoch, plan.step_id, plan.acked_step_id, plan.positions_sum) == (2**63 + 5, 7, 5, 1)
@@ -43,6 +44,7 @@ def test_a_plan_comes_over_whole() -> None:
     assert (plan.grown_seq_ids, plan.num_new_blocks, plan.new_block_ids) == ((4,), (1,), (10,))
     params = SamplingParams(max_tokens=8, seed=-1, stop_token_ids=frozenset({5, 6}), logprobs=0)
     assert plan.admitted == (NewSequence(4, (1, 2, 3), 2, 1, (9,), params),)
+    assert plan.draft_tokens == ((4, (8, 9)), (0, ()))
     assert plan.reserved == ()
 
 
@@ -112,3 +114,18 @@ def test_a_result_goes_out_whole() -> None:
         4,
         10,
     ]
+
+
+def test_a_row_has_one_entry_of_log_probabilities_for_all_its_tokens() -> None:
+    chances = [TokenLogprobs(token_id, -0.5, 1, (), ()) for token_id in (50, 51, 60, 52)]
+    result = StepResult(
+        epoch=1,
+        step_id=1,
+        seq_ids=(1, 2, 3),
+        num_sampled=(2, 1, 1),
+        token_ids=(50, 51, 60, 52),
+        logprobs=tuple(zip((1, 1, 2, 3), chances, strict=True)),
+    )
+    message = wire.result_to_proto(result, StepTimings())
+    told = [(row.seq_id, [each.token_id for each in row.tokens]) for row in message.logprobs]
+    assert told == [(1, [50, 51]), (2, [60]), (3, [52])]

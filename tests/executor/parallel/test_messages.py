@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from executor.inputs import build_inputs
 from executor.parallel.messages import packed, unpacked
 from executor.plan import SamplingParams
-from executor.rows import PromptStretch, Row
+from executor.rows import PromptStretch, Row, SampleRow
 
 BLOCK_SIZE = 16
+CHOICE = SampleRow(SamplingParams(max_tokens=1), 1, ())
 
 
 @st.composite
@@ -33,6 +34,7 @@ def rows(draw: st.DrawFn) -> list[Row]:
                 draw(st.none() | st.just(0)),
                 (),
                 scored=draw(st.none() | st.just(stretch)),
+                behind_drafts=(CHOICE,) * draw(st.integers(0, count - 1)),
             )
         )
     return found

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from executor.operations.cpu import CpuOperations
-from tests.executor import family_models
+from executor.plan import SamplingParams
+from tests.executor import drafting, family_models
+from tests.executor.drafting import Told
 from tests.executor.gguf_models import write_gguf
 from tests.executor.numerics import logits_by_steps, one_shot_logits
 from tests.executor.parallel.threads import ThreadRanks, load, on_each_rank
@@ -57,6 +59,38 @@ def test_pieces_in_mixed_steps_give_the_same(tmp_path: Path) -> None:
 
     alone = torch.cat(logits_by_steps(load(folder), [TEXT, OTHER], STEPS))
     torch.testing.assert_close(shared_out(folder, 4, by_steps), alone, atol=1e-4, rtol=0)
+
+
+def test_draft_tokens_are_checked_on_all_ranks_and_change_no_token(tmp_path: Path) -> None:
+    folder = tiny_model.build(tmp_path, num_heads=8, num_kv_heads=4, hidden_size=128)
+    samplings = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 3, "frequency_penalty": 0.5})
+    admitted = [
+        drafting.new(
+            seq_id, prompt, SamplingParams(max_tokens=20, **sampling), range(seq_id * 8, 8 + seq_id * 8)
+        )
+        for seq_id, (prompt, sampling) in enumerate(zip((TEXT, OTHER), samplings, strict=True), start=1)
+    ]
+
+    def answers(ranks: ThreadRanks) -> tuple[list[Told], list[Told]]:
+        runner = load(folder, ranks)
+        if ranks.rank > 0:
+            runner.follow()
+            return [], []
+        plain = drafting.run(runner, admitted)
+        right = {told.new.seq_id: told.output for told in plain}
+
+        def decide(told: Told) -> tuple[int, list[int]]:
+            """Three right guesses and a wrong one."""
+            coming = [*right[told.new.seq_id][len(told.output) :][:3], 0]
+            return told.num_left, coming[: 19 - len(told.output)]
+
+        guessed = drafting.run(runner, admitted, decide)
+        ranks.end()
+        return plain, guessed
+
+    plain, guessed = on_each_rank(2, answers)[0]
+    assert [(told.output, told.end) for told in guessed] == [(told.output, told.end) for told in plain]
+    assert {told.num_steps for told in guessed} == {5}
 
 
 def test_bfloat16_is_as_close_as_its_rounding(tmp_path: Path) -> None:
