@@ -2,7 +2,8 @@
 
 Works on any model: prompts are small ids, stop ids are learned from a first greedy run. Each check opens an
 epoch of its own and knows nothing of the others; its docstring is the sentence reported when it passes. Plans
-that must be refused are in `refusal_checks`, how a token is chosen in `sampling_checks`.
+that must be refused are in `refusal_checks`, how a token is chosen in `sampling_checks`, and what guesses may
+and may not change in `draft_checks`.
 
 Must not know: our scheduler, our executor, how a verdict is reported.
 """
@@ -12,7 +13,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from chairlift import refusal_checks, sampling_checks
+from chairlift import draft_checks, refusal_checks, sampling_checks
 from chairlift.checking import (
     LENGTH,
     STOP,
@@ -676,6 +677,10 @@ CHECKS: Final[tuple[Check, ...]] = (
     refusal_checks.columns_fit,
     refusal_checks.rows_fit,
     refusal_checks.unknown_sequences_are_refused,
+    refusal_checks.draft_tokens_not_offered_are_refused,
+    refusal_checks.entries_of_draft_tokens_fit,
+    refusal_checks.draft_tokens_fit_their_row,
+    refusal_checks.draft_tokens_are_acknowledged_first,
     refusal_checks.admissions_fit,
     refusal_checks.prompt_logprobs_begin_where_they_can,
     refusal_checks.capacity_is_kept,
@@ -696,6 +701,10 @@ CHECKS: Final[tuple[Check, ...]] = (
     penalties_count_the_output,
     sampling_checks.penalties_weigh,
     prompt_logprobs_come_once,
+    draft_checks.right_draft_tokens_are_taken,
+    draft_checks.wrong_draft_tokens_are_forgotten,
+    draft_checks.an_end_among_draft_tokens_ends,
+    draft_checks.draft_tokens_change_no_choice,
     duplicate_is_answered_once_computed,
     duplicate_that_differs,
     steps_without_a_gap,

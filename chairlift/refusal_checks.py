@@ -26,6 +26,7 @@ from chairlift.step_driver import Epoch
 from protos.v1 import executor_pb2
 
 PROMPT_TOKENS: Final = 4
+_MAX_OUTPUT: Final = 8
 
 Spoil = Callable[[executor_pb2.BatchPlan], None]
 Make = Callable[[Epoch, executor_pb2.NewSequence], executor_pb2.BatchPlan]
@@ -36,7 +37,7 @@ async def _expect_refused(subject: Subject, why: str, make: Make, *, num_steps: 
     epoch = await subject.open()
     need(epoch, num_seqs=2, num_tokens=2 * PROMPT_TOKENS)
     async with epoch.stream() as stream:
-        running = epoch.new(prompt_of(epoch, PROMPT_TOKENS), greedy(8))
+        running = epoch.new(prompt_of(epoch, PROMPT_TOKENS), greedy(_MAX_OUTPUT))
         plan = epoch.plan({running.seq_id: PROMPT_TOKENS}, admit=[running])
         expect_tokens(await stream.step(plan), {running.seq_id: 1})
         for _ in range(num_steps - 1):
@@ -56,11 +57,22 @@ def _spoiled(spoil: Spoil) -> Make:
     return make
 
 
+def _guessing(spoil: Spoil) -> Make:
+    """The next plan of a sequence that runs, with two draft tokens, and one thing wrong."""
+
+    def make(epoch: Epoch, running: executor_pb2.NewSequence) -> executor_pb2.BatchPlan:
+        plan = epoch.plan({running.seq_id: 1}, guess={running.seq_id: [1, 2]})
+        spoil(plan)
+        return plan
+
+    return make
+
+
 def _newcomer(spoil: Callable[[executor_pb2.NewSequence], None]) -> Make:
     """A plan that admits a sequence, with one thing wrong about that, and computes nothing."""
 
     def make(epoch: Epoch, _: executor_pb2.NewSequence) -> executor_pb2.BatchPlan:
-        new = epoch.new(prompt_of(epoch, PROMPT_TOKENS), greedy(8))
+        new = epoch.new(prompt_of(epoch, PROMPT_TOKENS), greedy(_MAX_OUTPUT))
         spoil(new)
         return epoch.plan(admit=[new])
 
@@ -148,6 +160,93 @@ async def rows_fit(subject: Subject) -> None:
         await _expect_refused(subject, "a sequence had two rows", two)
 
 
+async def draft_tokens_not_offered_are_refused(subject: Subject) -> None:
+    """Draft tokens that are not offered end the epoch: the row would have too few tokens."""
+    if "draft_tokens" not in (await subject.open()).capacity.features:
+        await _expect_refused(subject, "draft tokens are not offered", _guessing(lambda _: None))
+
+
+async def entries_of_draft_tokens_fit(subject: Subject) -> None:
+    """With the feature "draft_tokens", an entry that is empty, doubled or of no row ends the epoch."""
+    epoch = await subject.open()
+    offers(epoch, "draft_tokens")
+    vocab_size = epoch.capacity.vocab_size
+
+    def of_one_twice(plan: executor_pb2.BatchPlan) -> None:
+        plan.draft_tokens.add().CopyFrom(plan.draft_tokens[0])
+
+    def of_one_in_two_parts(plan: executor_pb2.BatchPlan) -> None:
+        first, *others = plan.draft_tokens[0].token_ids
+        plan.draft_tokens[0].token_ids[:] = [first]
+        plan.draft_tokens.add(seq_id=plan.draft_tokens[0].seq_id, token_ids=others)
+
+    def without_a_row(plan: executor_pb2.BatchPlan) -> None:
+        del plan.seq_ids[:], plan.num_tokens[:]
+        plan.positions_sum = 0
+
+    def of_nobody(plan: executor_pb2.BatchPlan) -> None:
+        plan.num_tokens[0] = 1
+        plan.draft_tokens[0].seq_id += 1000
+
+    def of_none(plan: executor_pb2.BatchPlan) -> None:
+        plan.num_tokens[0] = 1
+        del plan.draft_tokens[0].token_ids[:]
+
+    def outside_the_vocabulary(plan: executor_pb2.BatchPlan) -> None:
+        plan.draft_tokens[0].token_ids[-1] = vocab_size
+
+    for spoil, why in (
+        (of_one_twice, "a sequence had its draft tokens twice"),
+        (of_one_in_two_parts, "a sequence had two entries of draft tokens"),
+        (without_a_row, "draft tokens were of a sequence without a row"),
+        (of_nobody, "draft tokens were of a sequence that is not known"),
+        (of_none, "an entry had no draft tokens"),
+        (outside_the_vocabulary, "a draft token was outside the vocabulary"),
+    ):
+        await _expect_refused(subject, why, _guessing(spoil))
+
+
+async def draft_tokens_fit_their_row(subject: Subject) -> None:
+    """With "draft_tokens", a row ends with them, and reaches them, and one more may be sampled behind."""
+    offers(await subject.open(), "draft_tokens")
+
+    def before_the_last(plan: executor_pb2.BatchPlan) -> None:
+        plan.num_tokens[0] -= 1
+
+    def behind_the_last(plan: executor_pb2.BatchPlan) -> None:
+        plan.num_tokens[0] += 1
+
+    def too_many(plan: executor_pb2.BatchPlan) -> None:
+        num_left = _MAX_OUTPUT - 1
+        plan.num_tokens[0] = 1 + num_left
+        plan.draft_tokens[0].token_ids[:] = [1] * num_left
+
+    def in_a_chunk(epoch: Epoch, _: executor_pb2.NewSequence) -> executor_pb2.BatchPlan:
+        new = epoch.new(prompt_of(epoch, PROMPT_TOKENS), greedy(_MAX_OUTPUT))
+        return epoch.plan({new.seq_id: PROMPT_TOKENS - 1}, admit=[new], guess={new.seq_id: [1]})
+
+    for make, why in (
+        (_guessing(before_the_last), "a row ended before its last draft token"),
+        (_guessing(behind_the_last), "a row went past its last draft token"),
+        (_guessing(too_many), "as many draft tokens came as the sequence may still sample"),
+        (in_a_chunk, "draft tokens were of a row that does not reach the last known token"),
+    ):
+        await _expect_refused(subject, why, make)
+
+
+async def draft_tokens_are_acknowledged_first(subject: Subject) -> None:
+    """With the feature "draft_tokens", a row before their step is acknowledged ends the epoch."""
+    epoch = await subject.open()
+    offers(epoch, "draft_tokens")
+    need(epoch, num_tokens=PROMPT_TOKENS + 1, window=2)
+    async with epoch.stream() as stream:
+        new = epoch.new(prompt_of(epoch, PROMPT_TOKENS), greedy(_MAX_OUTPUT))
+        await stream.step(epoch.plan({new.seq_id: PROMPT_TOKENS}, admit=[new], guess={new.seq_id: [1]}))
+        await stream.send(epoch.plan({new.seq_id: 1}, acked_step_id=0))
+        why = "a row came before the step with the sequence's draft tokens was acknowledged"
+        expect_end(await stream.end(), grpc.StatusCode.DATA_LOSS, why)
+
+
 async def unknown_sequences_are_refused(subject: Subject) -> None:
     """New blocks or a row of an unknown sequence end the epoch, also in the plan that releases it."""
 
@@ -173,7 +272,7 @@ async def open_forgets_sequences(subject: Subject) -> None:
         old = await subject.open()
         need(old, num_tokens=PROMPT_TOKENS)
         async with old.stream() as stream:
-            new = old.new(prompt_of(old, PROMPT_TOKENS), greedy(8))
+            new = old.new(prompt_of(old, PROMPT_TOKENS), greedy(_MAX_OUTPUT))
             await stream.step(old.plan({new.seq_id: PROMPT_TOKENS}, admit=[new]))
         epoch = await subject.open()
         async with epoch.stream() as stream:

@@ -97,6 +97,7 @@ class Epoch:
         self._applied_step_id = 0
         self._next_seq_id = 1
         self._next_block_id = 0
+        self._drafted: dict[int, set[int]] = {}
 
     def stream(self) -> "Stream":
         """A new Execute stream."""
@@ -143,10 +144,14 @@ class Epoch:
         admit: Sequence[executor_pb2.NewSequence] = (),
         release: Sequence[int] = (),
         grow: Mapping[int, Sequence[int]] | None = None,
+        guess: Mapping[int, Sequence[int]] | None = None,
         acked_step_id: int | None = None,
     ) -> executor_pb2.BatchPlan:
-        """The next plan: `rows` maps sequences to tokens, `grow` to new blocks. Belief moves with it."""
-        rows, grow = rows or {}, grow or {}
+        """The next plan: `rows` maps sequences to tokens, `grow` to new blocks. Belief moves with it.
+
+        `guess` maps sequences to draft tokens, which are computed behind the tokens of `rows`.
+        """
+        rows, grow, guess = rows or {}, grow or {}, guess or {}
         self._num_plans += 1
         positions_sum = sum(self._beliefs[seq_id].num_computed for seq_id in rows)
         for seq_id, num_tokens in rows.items():
@@ -154,6 +159,7 @@ class Epoch:
             belief.num_computed += num_tokens
             if belief.num_computed == belief.num_known:
                 belief.num_known += 1  # the row samples, whether or not its id is known here yet
+        self._drafted[self._num_plans] = set(guess)
         return executor_pb2.BatchPlan(
             epoch=self.capacity.epoch,
             step_id=self._num_plans,
@@ -161,16 +167,24 @@ class Epoch:
             released_seq_ids=release,
             admitted=admit,
             seq_ids=rows.keys(),
-            num_tokens=rows.values(),
+            num_tokens=[count + len(guess.get(seq_id, ())) for seq_id, count in rows.items()],
             grown_seq_ids=grow.keys(),
             num_new_blocks=[len(block_ids) for block_ids in grow.values()],
             new_block_ids=[block_id for block_ids in grow.values() for block_id in block_ids],
             positions_sum=positions_sum,
+            draft_tokens=[
+                executor_pb2.DraftTokens(seq_id=seq_id, token_ids=ids) for seq_id, ids in guess.items()
+            ],
         )
 
     def applied(self, result: executor_pb2.StepResult) -> None:
         """Take a result in; the plans from here on acknowledge it."""
         self._applied_step_id = max(self._applied_step_id, result.step_id)
+        drafted = self._drafted.pop(result.step_id, set())
+        for seq_id, count in zip(result.seq_ids, result.num_sampled, strict=True):
+            if seq_id in drafted and count > 1:  # as many guesses as came before the last were right
+                self._beliefs[seq_id].num_computed += count - 1
+                self._beliefs[seq_id].num_known += count - 1
 
 
 class Stream:

@@ -63,7 +63,7 @@ function answered(plan) { // each plan once, in order; one that comes again gets
 function run(plan, step) {
   const { sequences, used } = epoch, find = (id) => sequences.get(id) ?? demand(false, `sequence ${id} is unknown`);
   const result = { epoch: epoch.id, step_id: step, seq_ids: [], num_sampled: [], token_ids: [], finished: [], errors: [] };
-  demand(!plan.block_copies.length && !plan.zero_block_ids.length && !plan.draft_tokens.length, "a reserved field is set");
+  demand(!plan.block_copies.length && !plan.zero_block_ids.length && !plan.draft_tokens.length, "a field is set that is not served");
   for (const [id, { ended }] of sequences) if (ended <= epoch.acked || plan.released_seq_ids.includes(id)) sequences.delete(id);
   for (const { seq_id: id, token_ids: tokens, block_ids, num_computed_tokens: computed, num_prompt_tokens: prompt, sampling } of plan.admitted) {
     demand(id && !used.has(id) && computed < tokens.length && prompt && prompt <= tokens.length, `sequence ${id} cannot be admitted`);

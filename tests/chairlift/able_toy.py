@@ -26,6 +26,8 @@ class Wrong:
     output_begins_at: int | None = None  # for presence and frequency
     repetition_begins_at_the_output: bool = False
     without: str = ""  # a penalty
+    tells_of_the_last: bool = False  # of a row's tokens
+    counts_by_the_row: bool = False  # penalties do not count what came behind draft tokens
 
 
 def make_able(monkeypatch: pytest.MonkeyPatch, executor: Any, wrong: Wrong) -> None:
@@ -48,12 +50,14 @@ def make_able(monkeypatch: pytest.MonkeyPatch, executor: Any, wrong: Wrong) -> N
         ids = [token_id for _, token_id in ranked]
         return int(self.drawn(ids[: len(kept)], kept, len(self.tokens) - self.new.num_prompt_tokens))
 
-    def run_row_and_report(self: Any, result: Any, sequence: Any, num_tokens: int) -> None:
-        before = len(sequence.tokens)
-        run_row(self, result, sequence, num_tokens)
-        if len(sequence.tokens) > before and sequence.sampling.HasField("logprobs"):
-            tokens = [_report(sequence, wrong)]
-            result.logprobs.add(seq_id=sequence.new.seq_id, tokens=tokens)
+    def run_row_and_report(self: Any, result: Any, sequence: Any, *row: Any) -> None:
+        before = sequence.row_began = len(sequence.tokens)
+        run_row(self, result, sequence, *row)
+        new_ends = range(before + 1, len(sequence.tokens) + 1)
+        if new_ends and sequence.sampling.HasField("logprobs"):
+            reports = [_report(sequence, sequence.tokens[:end], wrong) for end in new_ends]
+            reports = reports[-1:] if wrong.tells_of_the_last else reports
+            result.logprobs.add(seq_id=sequence.new.seq_id, tokens=reports)
 
     def fault_of_able(new: Any) -> str:
         known = type(new)()
@@ -78,8 +82,9 @@ def _adjusted(sequence: Any, wrong: Wrong) -> dict[int, float]:
     sampling, tokens = sequence.sampling, sequence.tokens
     num_prompt = sequence.new.num_prompt_tokens
     begin = num_prompt if wrong.output_begins_at is None else wrong.output_begins_at
-    counts = Counter(tokens[begin:])
-    seen = set(tokens[num_prompt:] if wrong.repetition_begins_at_the_output else tokens)
+    counted = tokens[: sequence.row_began] if wrong.counts_by_the_row else tokens
+    counts = Counter(counted[begin:])
+    seen = set(counted[num_prompt:] if wrong.repetition_begins_at_the_output else counted)
     repetition = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
     repetition = 1.0 if wrong.without == "repetition" else repetition
     logits = {}
@@ -97,8 +102,8 @@ def _adjusted(sequence: Any, wrong: Wrong) -> dict[int, float]:
     return {token_id: value for token_id, value in logits.items() if token_id in allowed - excluded}
 
 
-def _report(sequence: Any, wrong: Wrong) -> common_pb2.TokenLogprobs:
-    *context, chosen = sequence.tokens
+def _report(sequence: Any, tokens: list[int], wrong: Wrong) -> common_pb2.TokenLogprobs:
+    *context, chosen = tokens
     logits, sampling = _raw(context), sequence.sampling
     if wrong.is_biased:
         logits = {

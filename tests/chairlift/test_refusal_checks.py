@@ -60,6 +60,37 @@ def _names_itself_anew(monkeypatch: pytest.MonkeyPatch, executor: toy_executor.T
     monkeypatch.setattr(executor, "Open", open_under_another_name)
 
 
+def _without_the_feature(monkeypatch: pytest.MonkeyPatch, executor: toy_executor.ToyExecutor) -> None:
+    """Offers no draft tokens, and takes them."""
+    open_ = executor.Open
+
+    async def open_with_less(request: Any, context: Any) -> Any:
+        response = await open_(request, context)
+        del response.features[:]
+        return response
+
+    monkeypatch.setattr(executor, "Open", open_with_less)
+
+
+def _joins_entries(run: Any) -> Any:
+    def broken(self: toy_executor.Epoch, plan: Any) -> Any:
+        changed = type(plan)()
+        changed.CopyFrom(plan)
+        joined: dict[int, list[int]] = {}
+        for entry in plan.draft_tokens:
+            joined.setdefault(entry.seq_id, []).extend(entry.token_ids)
+        del changed.draft_tokens[:]
+        for seq_id, token_ids in joined.items():
+            changed.draft_tokens.add(seq_id=seq_id, token_ids=token_ids)
+        return run(self, changed)
+
+    return broken
+
+
+def _counts_ends_too_far(most_drafts: Any) -> Any:
+    return lambda self: most_drafts(self) + 1
+
+
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
@@ -88,6 +119,19 @@ def _names_itself_anew(monkeypatch: pytest.MonkeyPatch, executor: toy_executor.T
                 "acknowledged ghost is forgotten",
             },
         ),
+        (_without_the_feature, {"draft tokens not offered are refused"}),
+        (believing("two entries"), {"entries of draft tokens fit"}),
+        (method(toy_executor.Epoch, "run", _joins_entries), {"entries of draft tokens fit"}),
+        (believing("without a row"), {"entries of draft tokens fit"}),
+        (believing("an entry without"), {"entries of draft tokens fit"}),
+        (believing("token outside the vocabulary"), {"entries of draft tokens fit"}),
+        (believing("does not reach its draft"), {"draft tokens fit their row"}),
+        (believing("more draft tokens"), {"draft tokens fit their row"}),
+        (
+            method(toy_executor.Sequence, "most_drafts", _counts_ends_too_far),
+            {"draft tokens fit their row"},
+        ),
+        (believing("not acknowledged"), {"draft tokens are acknowledged first"}),
         (believing("seq_id 0"), {"admissions fit"}),
         (believing("a prompt without"), {"admissions fit"}),
         (believing("nothing is left"), {"admissions fit"}),

@@ -57,7 +57,10 @@ DRAWS = {"temperature is heeded", "top k is kept", "seeds tell draws apart", "dr
         (with_options(top_k=lambda _: 0), {"top k is kept"}),
         (with_options(top_p=lambda _: 1.0), {"top p is kept"}),
         (with_options(min_p=lambda _: 0.0), {"min p is kept"}),
-        (with_options(seed=lambda _: next(_EACH)), {"seeds tell draws apart", "draws follow the output"}),
+        (
+            with_options(seed=lambda _: next(_EACH)),
+            {"seeds tell draws apart", "draws follow the output", "draft tokens change no choice"},
+        ),
         (with_options(seed=lambda _: 7), DRAWS - {"draws follow the output"}),
         (with_options(seed=lambda seed: seed & 0xFFFFFFFF), {"seeds tell draws apart"}),
         (with_options(seed=abs), {"seeds tell draws apart"}),

@@ -44,6 +44,7 @@ class Sequence:
             len(new.block_ids),
         )
         self.ended_step: int | None = None
+        self.drafted_step = 0
         self.ends = set(self.sampling.stop_token_ids) | (set() if self.sampling.ignore_eos else {EOS})
 
     def next_token(self) -> int:
@@ -68,6 +69,10 @@ class Sequence:
 
     def drawn(self, ids: list[int], weights: list[float], output_index: int) -> int:
         return random.Random(f"{self.sampling.seed} {output_index}").choices(ids, weights)[0]
+
+    def most_drafts(self) -> int:
+        """One less than it may still say."""
+        return min(self.new.num_prompt_tokens + self.sampling.max_tokens, MAX_LEN) - len(self.tokens) - 1
 
     def end(self, token: int) -> tuple[Any, int | None] | None:
         """Why it ends with this token, the newest, and the one that was matched."""
@@ -128,7 +133,7 @@ class Epoch:
 
     def run(self, plan: Any) -> Any:
         result = executor_pb2.StepResult(epoch=self.number, step_id=plan.step_id)
-        check(not (plan.block_copies or plan.zero_block_ids or plan.draft_tokens), "a reserved field is set")
+        check(not (plan.block_copies or plan.zero_block_ids), "a reserved field is set")
         for seq_id, sequence in list(self.sequences.items()):
             forgotten = sequence.ended_step is not None and sequence.ended_step <= self.acked
             if forgotten or seq_id in plan.released_seq_ids:
@@ -157,27 +162,46 @@ class Epoch:
         check(all(seq_id in self.sequences for seq_id in plan.seq_ids), "a row's sequence is unknown")
         positions_sum = sum(self.sequences[seq_id].computed for seq_id in plan.seq_ids)
         check(positions_sum == plan.positions_sum, f"positions_sum is {positions_sum} here")
+        drafts = {entry.seq_id: list(entry.token_ids) for entry in plan.draft_tokens}
+        check(len(drafts) == len(plan.draft_tokens), "two entries of draft tokens of one sequence")
+        check(set(drafts) <= set(plan.seq_ids), "draft tokens without a row")
+        check(all(drafts.values()), "an entry without draft tokens")
+        drafted = itertools.chain(*drafts.values())
+        check(all(token < VOCAB for token in drafted), "a draft token outside the vocabulary")
         for seq_id, num_tokens in zip(plan.seq_ids, plan.num_tokens, strict=True):
-            self.run_row(result, self.sequences[seq_id], num_tokens)
+            self.run_row(result, self.sequences[seq_id], num_tokens, drafts.get(seq_id, []))
         return result
 
-    def run_row(self, result: Any, sequence: Sequence, num_tokens: int) -> None:
-        sequence.computed += num_tokens
+    def run_row(self, result: Any, sequence: Sequence, num_tokens: int, draft: list[int]) -> None:
+        end, known = sequence.computed + num_tokens, len(sequence.tokens)
+        check(sequence.drafted_step <= self.acked, "a row behind draft tokens that are not acknowledged")
         if sequence.ended_step is not None:
+            sequence.computed = end
             return  # a ghost: it counts in positions_sum and reports nothing
         check(num_tokens >= 1, "a row of nothing")
-        check(sequence.computed <= len(sequence.tokens), "a row past the known tokens")
-        check(sequence.computed <= sequence.num_blocks * BLOCK_SIZE, "a row past its blocks")
+        check(end <= known + len(draft), "a row past the known tokens")
+        check(end <= sequence.num_blocks * BLOCK_SIZE, "a row past its blocks")
+        check(not draft or end == known + len(draft), "a row that does not reach its draft tokens")
+        check(len(draft) <= max(0, sequence.most_drafts()), "more draft tokens than may come")
+        sequence.drafted_step = result.step_id if draft else 0
+        sequence.computed = min(end, known)
         result.seq_ids.append(sequence.new.seq_id)
-        result.num_sampled.append(int(sequence.computed == len(sequence.tokens)))
-        if sequence.computed < len(sequence.tokens):
-            return
-        token = sequence.next_token()
-        sequence.tokens.append(token)
-        result.token_ids.append(token)
-        if (end := sequence.end(token)) is not None:
-            sequence.ended_step = result.step_id
-            result.finished.add(seq_id=sequence.new.seq_id, reason=end[0], matched_token_id=end[1])
+        before = len(result.token_ids)
+        if end >= known:
+            self.speak(result, sequence, draft)
+        result.num_sampled.append(len(result.token_ids) - before)
+
+    def speak(self, result: Any, sequence: Sequence, draft: list[int]) -> None:
+        """One token, and one behind each draft token that was right."""
+        for guess in (*draft, None):
+            token, sequence.computed = sequence.next_token(), len(sequence.tokens)
+            sequence.tokens.append(token)
+            result.token_ids.append(token)
+            if (end := sequence.end(token)) is not None:
+                sequence.ended_step = result.step_id
+                result.finished.add(seq_id=sequence.new.seq_id, reason=end[0], matched_token_id=end[1])
+            if end is not None or token != guess:
+                return
 
 
 class ToyExecutor(executor_pb2_grpc.ExecutorServicer):
@@ -222,7 +246,8 @@ class ToyExecutor(executor_pb2_grpc.ExecutorServicer):
             epoch=self.epoch.number, instance_id=self.instance_id, term=self.term, protocol_revision=1,
             num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_window=WINDOW, max_num_seqs=MAX_ROWS,
             max_num_batched_tokens=MAX_TOKENS, max_seq_len=MAX_LEN, row_invariant=True, vocab_size=VOCAB,
-            eos_token_ids=[EOS], dtype="none", device="toy",
+            eos_token_ids=[EOS], features=["draft_tokens"], dtype="none",
+            device="toy",
         )  # fmt: skip
 
     async def Execute(self, _: Any, context: Any) -> None:  # noqa: N802 - named by the contract
