@@ -20,6 +20,7 @@ from scheduler import (
     door,
     executor_session,
     lease,
+    plan_draft,
     preemption,
     prefix_cache,
     router_session,
@@ -244,6 +245,24 @@ def _registers_half_filled_blocks(register: Any) -> Any:
     return broken
 
 
+def _counts_guesses_as_computed(settle_draft: Any) -> Any:
+    def broken(self: Sequence) -> None:
+        settle_draft(self)
+        self.num_computed_tokens = min(self.num_computed_tokens + 1, self.num_computable_tokens)
+
+    return broken
+
+
+def _plans_behind_guesses(guess: Any) -> Any:
+    def broken(self: Any, row: int, token_ids: Any) -> None:
+        seq = self.rows[row]
+        before = seq.num_computable_tokens
+        guess(self, row, token_ids)
+        seq.num_computable_tokens = before
+
+    return broken
+
+
 # --- towards routers -------------------------------------------------------------------------------------
 
 
@@ -405,6 +424,8 @@ MUTATIONS = (
         _registers_half_filled_blocks,
         80,
     ),
+    Mutation("a wrong guess counts as computed", Sequence, "settle_draft", _counts_guesses_as_computed, 8),
+    Mutation("a row is planned behind guesses", plan_draft.PlanDraft, "guess", _plans_behind_guesses, 86),
     Mutation(
         "a cursor starts a token early", router_session.RouterSession, "attach", _starts_a_token_early, 2
     ),
