@@ -26,6 +26,7 @@ from typing import Any
 
 from bench.machine_limit import Machine, Model, measured, seconds_at_least
 from bench.peer_models import folder_in_bfloat16, gguf_in, gguf_of
+from bench.stack import NOTHING_GUESSED
 from bench.workloads import WORKLOADS, workload
 
 BENCH = Path(__file__).parent
@@ -148,7 +149,8 @@ def run_cell(engine: str, options: argparse.Namespace, path: Path) -> dict[str, 
     if engine == US:
         own = stored_as(options) if options.stored_as else options.model
         command = [sys.executable, "-m", "chairlift", "bench", "offline", "--model", str(own)]
-        command += ["--dtype", "bfloat16", *options.flags.split()]
+        # Peers guess no tokens either, unless they are told to.
+        command += ["--dtype", "bfloat16", *NOTHING_GUESSED, *options.flags.split()]
         command += [*(("--quantization", "stored") if options.stored_as else ()), str(path), str(result)]
     else:
         peer, home = PEERS[engine], options.folder / engine

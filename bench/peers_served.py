@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import BENCH, PEERS, US
+from bench.stack import NOTHING_GUESSED
 
 RESULTS = BENCH / "results" / "peers_served.json"
 TRACE = BENCH / "data" / "azure2023_conv.csv"
@@ -45,6 +46,7 @@ def serving(engine: str, options: argparse.Namespace) -> Iterator[str]:
     if engine == US:
         command = [sys.executable, "-m", "chairlift", "serve", "--model", str(options.model)]
         command += ["--dtype", "bfloat16", "--listen", "127.0.0.1:0", "--http", f"127.0.0.1:{port}"]
+        command += NOTHING_GUESSED  # as with vLLM, unless it is told to
     else:
         peer, home = PEERS["vllm"], options.folder / "vllm"
         if not (home / ".installed").exists():

@@ -3,8 +3,9 @@
     python -m bench.speculation [--model smollm2] [--rounds 3] [--out bench/results/speculation.json]
 
 Two services on the same cores, of which one works at a time; rounds alternate. Every answer must be the same
-in both. Texts to rewrite and to sum up are files of this project; questions are free. Machines differ in what
-a token costs beside the weights, so the figures are ratios of one run.
+in both. Texts to rewrite and to sum up are files of this project; questions are free. A first round, which is
+not counted, leaves the prompts in the cache: guesses are about what follows them. Machines differ in what a
+token costs beside the weights, so the figures are ratios of one run.
 """
 
 import argparse
@@ -75,11 +76,12 @@ async def measured(plain: Address, guessing: Address, rounds: int) -> list[dict[
                 for width in WIDTHS:
                     seconds: dict[str, list[float]] = {"without": [], "with": []}
                     outputs = []
-                    for _ in range(rounds):
+                    for round_number in range(rounds + 1):
                         for name, client in (("without", without), ("with", with_guesses)):
                             took, ids = await answers(client, texts, width, temperature)
-                            seconds[name].append(took)
                             outputs.append(ids)
+                            if round_number:
+                                seconds[name].append(took)
                     ratios = [a / b for a, b in zip(seconds["without"], seconds["with"], strict=True)]
                     found.append(
                         {
@@ -109,8 +111,8 @@ async def main() -> None:
     options = parser.parse_args()
     flags = ("--model", options.model)
     async with (
-        service(*flags, "--num-speculative-tokens", "0") as (plain, _),
-        service(*flags) as (guessing, _),
+        service(*flags) as (plain, _),
+        service(*flags, "--num-speculative-tokens", "8") as (guessing, _),
     ):
         found = await measured(plain, guessing, options.rounds)
     if options.out is not None:

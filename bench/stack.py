@@ -11,6 +11,8 @@ from chairlift.own_service import own_service
 from protos.v1 import common_pb2, router_pb2, router_pb2_grpc
 from rpc.address import Address
 
+NOTHING_GUESSED = ("--num-speculative-tokens", "0")
+
 
 @dataclass
 class Work:
@@ -45,9 +47,13 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def service(*flags: str) -> AsyncIterator[tuple[Address, float]]:
-    """`chairlift serve` with these flags; yields its address and the seconds from start to ready."""
+    """`chairlift serve` with these flags; yields its address and the seconds from start to ready.
+
+    Unless the flags say otherwise no tokens are guessed, so that a step brings one token to each sequence.
+    """
     started = time.monotonic()
-    async with own_service(["--log-level", "warning", *flags], tell=lambda _: None) as address:
+    own = ["--log-level", "warning", *NOTHING_GUESSED]
+    async with own_service([*own, *flags], tell=lambda _: None) as address:
         yield address, time.monotonic() - started
 
 

@@ -103,6 +103,7 @@ def _service(
 ) -> contextlib.AbstractAsyncContextManager[Address]:
     """A service of the demo's own, its lines printed while it starts."""
     flags = ["--model", model, "--dtype", dtype, "--batching", batching, "--max-num-seqs", str(NUM_SEATS)]
+    flags += ["--num-speculative-tokens", "0"]  # one token a step and seat: that is what is drawn
 
     def tell(line: str) -> None:
         console.print(line, style="dim", soft_wrap=True)
