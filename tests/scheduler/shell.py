@@ -1,7 +1,8 @@
 """A scheduler with its real gRPC server in this process, an executor that obeys, and a router's stream.
 
 The executor is the rig's toy one. A test can hold its results back, change them, and cut its streams. What
-the event loop had to complain of (a task that nobody waited for) fails the test.
+the event loop had to complain of (a task that nobody waited for) fails the test. The status of a router's
+stream is taken where the scheduler gives it: gRPC loses that of a call that ends while its client writes.
 """
 
 import asyncio
@@ -128,6 +129,8 @@ class Router:
     """One Connect stream; everything that came, by handle."""
 
     call: Any
+    ended_with: "dict[str, tuple[grpc.StatusCode, str]]"  # of each stream that the scheduler has ended
+    number: str
     acks: bool = True
     messages: list[scheduler_pb2.SchedulerMessage] = field(default_factory=list)
     ids: dict[int, list[int]] = field(default_factory=dict)
@@ -195,11 +198,12 @@ class Router:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self.send(ack=scheduler_pb2.Ack(message_id=output.message_id))
 
-    async def ended(self) -> grpc.StatusCode:
-        """The status the scheduler ended the stream with."""
-        await until(lambda: self.end)
-        assert self.end is not None
-        return self.end.code()
+    async def ended(self) -> tuple[grpc.StatusCode, str]:
+        """The status that the scheduler ended the stream with, once it is over at this side too."""
+        assert self.reading is not None
+        await until(self.reading.done)
+        await until(lambda: self.number in self.ended_with)
+        return self.ended_with[self.number]
 
     async def leave(self) -> None:
         self.call.cancel()
@@ -216,6 +220,35 @@ class Router:
 
 
 # --- the scheduler --------------------------------------------------------------------------------
+
+_NUMBER = "stream-number"
+
+
+class _WatchedServicer(SchedulerServicer):
+    """The servicer; tells with which status it ends a router's stream."""
+
+    def __init__(self, *args: Any, ended_with: dict[str, tuple[grpc.StatusCode, str]], **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self._ended_with = ended_with
+
+    async def Connect(  # type: ignore[override]  # noqa: N802 - named by the contract
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        await super().Connect(request_iterator, _WatchedContext(context, self._ended_with))
+
+
+class _WatchedContext:
+    """The context of one Connect call, as far as the servicer uses it."""
+
+    def __init__(self, context: Any, ended_with: dict[str, tuple[grpc.StatusCode, str]]) -> None:
+        self.write = context.write
+        self._context = context
+        self._ended_with = ended_with
+
+    async def abort(self, code: grpc.StatusCode, details: str, *more: Any) -> None:
+        number = dict(self._context.invocation_metadata()).get(_NUMBER, "")
+        self._ended_with[number] = code, details
+        await self._context.abort(code, details, *more)
 
 
 class Shell:
@@ -246,6 +279,7 @@ class Shell:
         self._step_timeout_seconds = step_timeout_seconds
         self._open = contextlib.AsyncExitStack()
         self._routers: list[Router] = []
+        self._ended_with: dict[str, tuple[grpc.StatusCode, str]] = {}
         self.leadership: Leadership | None = None
         if lease_seconds is not None:
             lease = Lease(scheduler_id, lease_seconds)
@@ -275,8 +309,11 @@ class Shell:
 
     async def start(self) -> None:
         server = grpc.aio.server(options=server_options(max_message_bytes=MAX_MESSAGE_BYTES))
-        servicer = SchedulerServicer(
-            self.scheduler, scheduler_id=self._scheduler_id, router_stall_seconds=self._stall_seconds
+        servicer = _WatchedServicer(
+            self.scheduler,
+            scheduler_id=self._scheduler_id,
+            router_stall_seconds=self._stall_seconds,
+            ended_with=self._ended_with,
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)
         server.add_insecure_port(self.address)
@@ -311,7 +348,9 @@ class Shell:
 
     async def connect(self, router_id: str = "router", *, acks: bool = True, stream: int = 0) -> Router:
         """A stream that has said Hello."""
-        router = Router(self.stub.Connect(), acks)
+        number = str(len(self._routers))
+        call = self.stub.Connect(metadata=((_NUMBER, number),))
+        router = Router(call, self._ended_with, number, acks)
         hello = scheduler_pb2.Hello(router_id=router_id, protocol_revision=1, stream=stream)
         await router.send(hello=hello)
         router.reading = asyncio.create_task(router.read())

@@ -217,7 +217,7 @@ async def test_an_executor_that_returns_alone_with_another_model_makes_routers_a
     await until(lambda: 1 in router.finished)  # it is not gone on with by another model
     assert router.finished[1].status_code == UNAVAILABLE
     assert {plan.epoch for plan in after.plans} <= {before.plans[0].epoch}  # sent again, and refused
-    assert await router.ended() is grpc.StatusCode.UNAVAILABLE
+    assert (await router.ended())[0] is grpc.StatusCode.UNAVAILABLE
     again = await quick.shell.welcomed()
     welcome = next(item.welcome for item in again.messages if item.HasField("welcome"))
     assert welcome.fingerprints.model == "b"

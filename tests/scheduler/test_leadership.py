@@ -63,7 +63,7 @@ async def test_a_standby_says_who_leads_and_welcomes_nobody(short_folder: Path) 
 
 async def test_a_leader_that_leaves_hands_over_at_once_and_what_it_began_goes_on(short_folder: Path) -> None:
     async with pair(short_folder) as (first, second, executor):
-        old, new = await first.welcomed(acks=False), await second.connect()
+        old, new = await first.welcomed(), await second.connect()
         executor.may_answer.clear()
         await old.submit(1, "a", [5, 6], 40)
         await until(lambda: executor.plans)
@@ -71,7 +71,7 @@ async def test_a_leader_that_leaves_hands_over_at_once_and_what_it_began_goes_on
         await until(lambda: len(old.ids[1]) > 3)
         assert first.leadership is not None
         await first.leadership.drained()
-        assert await old.ended() is grpc.StatusCode.UNAVAILABLE
+        assert (await old.ended())[0] is grpc.StatusCode.UNAVAILABLE
         await until(lambda: new.is_welcome)
         assert new.messages[-1].serving_status.serving
         assert next(item.welcome.term for item in new.messages if item.HasField("welcome")) == 2
@@ -104,8 +104,7 @@ async def test_a_leader_whose_executor_is_held_at_a_higher_term_steps_down_and_n
     executor = ObedientExecutor()
     shell = Shell(short_folder, Limits(watermark=0.0), scheduler_id="old", lease_seconds=600.0)
     async with serving_executor(executor, shell.executor_address), shell:
-        # gRPC may lose the status of a call that ends while its client writes: this one acknowledges nothing.
-        router = await shell.welcomed(acks=False)
+        router = await shell.welcomed()
         executor.may_answer.clear()
         await router.submit(1, "a", [5, 6], 40)
         await until(lambda: executor.plans)
@@ -114,7 +113,7 @@ async def test_a_leader_whose_executor_is_held_at_a_higher_term_steps_down_and_n
         await client.open("new", 7)
         await client.close()
         executor.may_answer.set()
-        assert await router.ended() is grpc.StatusCode.UNAVAILABLE
+        assert (await router.ended())[0] is grpc.StatusCode.UNAVAILABLE
         await until(lambda: shell.scheduler.standing_by == "standby: new leads at term 7")
         assert not shell.scheduler.is_serving
         assert shell.core.is_idle

@@ -103,7 +103,7 @@ async def test_who_was_promised_more_is_welcomed_anew(shell: Shell) -> None:
         shell.scheduler.executor_attached(
             "small", Opened(77, 1, replace(shell.scheduler.capacity, max_seq_len=50)), asyncio.Event()
         )
-        assert (await router.ended()).name == "UNAVAILABLE"
+        assert (await router.ended())[0].name == "UNAVAILABLE"
         again = await shell.welcomed()
         assert again.messages[0].welcome.max_total_tokens == 50
         await again.submit(1, "r", [1], 30, accepted_before=True)
