@@ -12,8 +12,13 @@ RUN_STAMP := $(VENV)/.installed-all
 DEV_STAMP := $(VENV)/.installed-dev
 MODEL_STAMP := models/smollm2/SHA256SUMS
 
+PYTEST := $(BIN)/pytest -m "not soak" --numprocesses 3 --dist loadfile
+
+# Tests start hundreds of processes, which would each compile what they import.
+unexport PYTHONDONTWRITEBYTECODE
+
 .NOTPARALLEL:
-.PHONY: help demo test check soak bench rolling-restart audit protos clean
+.PHONY: help demo test check lint soak bench rolling-restart audit protos clean
 
 help:
 	@echo "make demo    install, fetch the model, ask it twelve questions at once"
@@ -28,15 +33,19 @@ help:
 demo: $(RUN_STAMP) $(MODEL_STAMP)
 	$(BIN)/chairlift demo
 
-test: check $(MODEL_STAMP)
-	$(BIN)/pytest -m "not soak" --numprocesses 3 --dist loadfile
+# Types are checked beside the tests: by themselves they leave cores without work for a minute.
+test: lint $(MODEL_STAMP)
+	@echo '$(BIN)/mypy & $(PYTEST)'; $(BIN)/mypy & types=$$!; \
+	$(PYTEST); tests=$$?; wait $$types && exit $$tests
 
-check: $(DEV_STAMP)
+check: lint
+	$(BIN)/mypy
+
+lint: $(DEV_STAMP)
 	$(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_api_docs.py --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 soak: $(DEV_STAMP) $(MODEL_STAMP)

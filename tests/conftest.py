@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,6 +34,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-minutes", type=float, default=60.0, help="How long the soak of mixed traffic lasts."
     )
     parser.addoption("--artefacts", type=Path, help="A folder in which pictures of the live page are kept.")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` the files are handed out in an order of our own."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.rig.distribution import LongestFirst
+
+    return LongestFirst(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -32,6 +32,7 @@ def rows(name: str) -> list[tuple[str, str]]:
 ALL = [*rows("prompts.jsonl"), *rows("utf8_stress.jsonl")]
 FILES = sorted({file for file, _ in ALL})
 LONG = 200  # characters
+AT_ONCE = 5  # ids: no script's characters have so many bytes, so these end within characters too
 
 
 def said_back(submit: scheduler_pb2.Submit) -> list[int]:
@@ -39,15 +40,19 @@ def said_back(submit: scheduler_pb2.Submit) -> list[int]:
 
 
 async def at_every_door(rig: HttpRig, prompt: str) -> list[str]:
+    """Streams get one id at a time, which cuts wherever it can be cut; answers as a whole get several."""
+    rig.scheduler.tokens_a_step = 1
     message = router_pb2.GenerateRequest(text=prompt)
     deltas = [event.delta async for event in rig.router.stub.Generate(message) if event.HasField("delta")]
     streamed = "".join(delta.text for delta in deltas)
     if len(prompt) > LONG:  # said whole by the same log: one door of each kind will do
+        rig.scheduler.tokens_a_step = AT_ONCE
         chunks = events((await rig.post("/v1/completions", prompt=prompt, stream=True)).text)
         return [streamed, "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])]
+    chunks = events((await rig.post("/v1/completions", prompt=prompt, stream=True)).text)
+    rig.scheduler.tokens_a_step = AT_ONCE
     unary = (await rig.router.stub.Complete(message)).choices[0]
     whole = (await rig.post("/v1/completions", prompt=prompt, return_token_ids=True)).json()
-    chunks = events((await rig.post("/v1/completions", prompt=prompt, stream=True)).text)
     ids = whole["choices"][0]["token_ids"]
     assert ids == list(unary.token_ids) == [token_id for delta in deltas for token_id in delta.token_ids]
     decoded = (await rig.post("/detokenize", tokens=ids)).json()["prompt"]
