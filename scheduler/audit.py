@@ -23,12 +23,10 @@ def check(core: SchedulerCore) -> None:
     waiting = set(core.waiting)
     _check_waiting(core, waiting)
     # In a long test most have ended, and there is no more to ask of these: who waits was seen above.
-    finished = State.FINISHED
-    for seq in core.sequences.values():
-        if (seq.finish is not None) != (seq.state is finished):
-            raise _fault("has an end and no state for it", seq)
-        if seq.finish is not None:
-            continue
+    finished, sequences = State.FINISHED, core.sequences.values()
+    for seq in [seq for seq in sequences if (seq.finish is None) is (seq.state is finished)]:
+        raise _fault("has an end and no state for it", seq)
+    for seq in [seq for seq in sequences if seq.finish is None]:
         if (seq in waiting) != (seq.state is State.WAITING):
             raise _fault("is lost between queue and batch", seq)
         if seq.state is State.RUNNING and seq.seq_id not in core.executors[seq.executor_id].running:
@@ -64,10 +62,10 @@ def _check_waiting(core: SchedulerCore, waiting: set[Sequence]) -> None:
     for seq in waiting:
         if seq.state is not state or seq.block_table or seq.seq_id:
             raise _fault("waits and holds something", seq)
-    causes = ((Hold.SEARCH, core.inquiry.holds), (Hold.STRANDED, core.stranded.holds))
-    for hold, is_held in causes:
+    causes = ((Hold.SEARCH, core.inquiry.held_of), (Hold.STRANDED, core.stranded.held_of))
+    for hold, held_of in causes:
         marked = {seq for seq, holds in core.waiting.parked.items() if hold in holds}
-        for seq in marked.symmetric_difference(filter(is_held, waiting)):
+        for seq in marked ^ held_of(waiting):
             raise _fault(f"is marked {hold.name} in the queue and is not so, or the reverse", seq)
 
 

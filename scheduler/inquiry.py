@@ -14,6 +14,7 @@ Pure: changes only the queue's holds on suspects, and what sequences have proven
 """
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
 from scheduler.executor_state import ExecutorState
 from scheduler.sequence import Sequence, State
@@ -116,6 +117,10 @@ class Inquiry:
         """Whether `seq` is searched, and so does not enter in its turn."""
         group = self.suspects.group
         return bool(group) and name_of(seq) in group  # hardly ever is anybody searched
+
+    def held_of(self, sequences: AbstractSet[Sequence]) -> set[Sequence]:
+        """Those of them that it holds."""
+        return set(filter(self.holds, sequences)) if self.suspects.group else set()
 
     def is_host(self, state: ExecutorState) -> bool:
         """Whether only suspects may enter here."""

@@ -9,6 +9,7 @@ Pure: changes only the queue's holds, and what time lines say about a wait.
 """
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Reason, ReasonClocks
@@ -51,6 +52,10 @@ class Stranded:
     def holds(self, seq: Sequence) -> bool:
         """Whether no attached executor can ever compute `seq`."""
         return seq in self._since
+
+    def held_of(self, sequences: AbstractSet[Sequence]) -> set[Sequence]:
+        """Those of them that it holds."""
+        return self._since.keys() & sequences
 
     def executor_came(self, now: float) -> None:
         """One was attached. Sequences that still need another have waited since the last one was lost."""
