@@ -9,8 +9,42 @@ from typing import Any, Final
 
 from xdist.scheduler import LoadFileScheduling
 
-SECONDS: Final = {  # of a processor, in files that take ten of them or more
+SECONDS: Final = {  # alone on its worker, about; files of less than fifteen are not here
     "tests/simulation/test_scenario.py": 115,
+    "tests/integration/test_oracle.py": 60,
+    "tests/chairlift/test_serve.py": 55,
+    "tests/router/http/test_texts.py": 50,
+    "tests/executor/test_operations_fused.py": 40,
+    "tests/scheduler/test_core_machine.py": 35,
+    "tests/examples/test_examples.py": 35,
+    "tests/integration/test_preemption.py": 35,
+    "tests/executor/test_operations_filter.py": 35,
+    "tests/scheduler/test_policy_core.py": 30,
+    "tests/scheduler/test_fairness.py": 30,
+    "tests/docs/test_commands.py": 30,
+    "tests/chairlift/test_demo.py": 30,
+    "tests/integration/test_model_files.py": 30,
+    "tests/executor/test_damaged_files.py": 25,
+    "tests/rpc/test_server.py": 20,
+    "tests/executor/test_runner.py": 20,
+    "tests/scheduler/test_waiting.py": 20,
+    "tests/integration/test_tensor_parallel.py": 20,
+    "tests/router/http/test_app.py": 20,
+    "tests/gpu/test_check.py": 20,
+    "tests/scheduler/test_entrance.py": 15,
+    "tests/gpu/test_executor_part.py": 15,
+    "tests/chairlift/test_refusal_checks.py": 15,
+    "tests/executor/test_row_invariance.py": 15,
+    "tests/router/http/test_openapi.py": 15,
+    "tests/router/http/test_cases_at_every_door.py": 15,
+    "tests/chairlift/test_sampling_checks.py": 15,
+    "tests/page/test_in_a_browser.py": 15,
+    "tests/chairlift/test_conformance.py": 15,
+    "tests/executor/test_quantization.py": 15,
+    "tests/integration/test_executors_fail.py": 15,
+    "tests/integration/test_overload.py": 15,
+    "tests/chairlift/lab/test_replay.py": 15,
+    "tests/integration/test_progress.py": 15,
 }
 DIVIDED: Final = frozenset({"tests/simulation/test_scenario.py"})
 

@@ -253,6 +253,22 @@ def test_a_service_that_has_not_begun_to_serve_ends_at_once_when_it_is_told_to()
         assert process.wait(20) == 128 + signal.SIGTERM
 
 
+def test_what_is_registered_for_the_exit_is_done_and_then_the_process_is_gone_whatever_its_threads_do() -> (
+    None
+):
+    script = (
+        "import atexit, threading; from rpc import server\n"
+        "async def service():\n"
+        "    threading.Thread(target=threading.Event().wait).start()\n"
+        "    atexit.register(print, 'farewell')\n"
+        "    return 3\n"
+        "server.main('brief', service)"
+    )
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "farewell\n")
+
+
 async def test_who_has_closed_stdout_hears_no_more_and_the_service_goes_on(tmp_path: Path) -> None:
     address, (reads, writes) = f"unix:{tmp_path}/greeter.sock", os.pipe()
     os.close(reads)
