@@ -3,10 +3,13 @@
 What a process holds is asked through its public doors only: load, health, a fresh request, and how it ends.
 A service that is told to stop leaves as soon as no request is left in it: an executor when it holds no
 sequence, a scheduler when nothing runs or waits, a router when no call is open. One that forgot to let
-something go would wait for its whole grace, which is longer than `check_all_leave` does.
+something go would wait for its whole grace, which is longer than `check_all_leave` allows between two lines
+of its log. How long the process then takes to be gone says how busy the machine is.
 """
 
+import re
 import time
+from datetime import datetime
 
 from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,6 +20,7 @@ from tests.rig.oracle import Oracle
 
 QUIET_SECONDS = 5.0
 LEAVE_SECONDS = 5.0
+GONE_SECONDS = 60.0
 POLL_SECONDS = 0.02
 PROBE = [7, 77, 177, 7, 77]
 PROBE_TOKENS = 8
@@ -64,4 +68,16 @@ def check_all_leave(cluster: Cluster) -> None:
     """
     wait_until_idle(cluster)
     for name in ("executor", "router", "scheduler"):
-        assert cluster.stop(name, LEAVE_SECONDS) == 0, f"the {name} did not end well"
+        process = cluster.process(name)
+        assert cluster.stop(name, GONE_SECONDS) == 0, f"the {name} did not end well"
+        seconds = _logged_at(process.stderr, "stopped") - _logged_at(process.stderr, "draining")
+        assert seconds < LEAVE_SECONDS, f"the {name} took {seconds:.1f} s to leave"
+
+
+def _logged_at(log: str, event: str) -> float:
+    """When a service told this, seconds of its clock."""
+    told = rf'(\] |"event": "){event}\b'  # for people, and as JSON
+    (line,) = (line for line in log.splitlines() if re.search(told, line))
+    stamp = re.search(r"\d{4}-\d\d-\d\dT[\d:.]+", line)
+    assert stamp is not None, line
+    return datetime.fromisoformat(stamp.group()).timestamp()
