@@ -45,6 +45,8 @@ class Gauges:
     num_cached_blocks: int = 0
     step_us: int = 0
     idle_us: int = 0
+    num_accepted_tokens: int = 0
+    """Guessed tokens that were right so far, beside those that `num_sampled` counts."""
     queue: tuple[tuple[int, str, int], ...] = ()
     """Importance class, tenant and number of those that wait together."""
 
@@ -105,8 +107,12 @@ class Lift:
 
     def take(self, frame: Frame, now: float) -> None:
         """Adds the column of a step that was told of at `now`, seconds."""
-        if frame.step.step_id <= self.step_id:  # a fresh epoch: numbers of sequences begin anew
+        is_fresh = frame.step.step_id <= self.step_id  # a fresh epoch: numbers of sequences begin anew
+        if is_fresh:
             self._seats = Seats(0)
+        accepted = frame.gauges.num_accepted_tokens
+        known = self.gauges.num_accepted_tokens if self.step_id else accepted  # nothing is news at first
+        num_accepted = accepted - (0 if is_fresh else known)
         self.step_id, self.gauges, self.news_at = frame.step.step_id, frame.gauges, now
         for seq_id, end in frame.ends.items():
             self._mark(seq_id, end)
@@ -127,7 +133,7 @@ class Lift:
                 kind = Kind.PREFILL
             column.append(Cell(member, kind, entered=member.seq_id not in before))
         self.columns.append(column)
-        self._sampled.append((now, frame.num_sampled))
+        self._sampled.append((now, frame.num_sampled + num_accepted))
 
     def lose(self, names: Collection[str]) -> None:
         """Takes those out who have got on elsewhere: an executor that is gone tells of no leavers."""

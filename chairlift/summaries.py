@@ -30,7 +30,11 @@ def frame_of(summary: router_pb2.StepSummary) -> Frame:
     computing = [member for member in summary.members if not member.padding]
     return Frame(
         step_of(summary),
-        chunks=frozenset(member.seq_id for member in computing if member.prefill or member.num_tokens > 1),
+        chunks=frozenset(
+            member.seq_id
+            for member in computing
+            if member.prefill or member.num_tokens - member.num_draft_tokens > 1
+        ),
         num_sampled=sum(not member.prefill for member in computing),
         ends={leaver.seq_id: _ENDS.get(leaver.reason, End.CANCELLED) for leaver in summary.left},
         gauges=Gauges(
@@ -42,6 +46,7 @@ def frame_of(summary: router_pb2.StepSummary) -> Frame:
             num_cached_blocks=summary.num_cached_blocks,
             step_us=summary.previous_step_us,
             idle_us=summary.previous_idle_us,
+            num_accepted_tokens=summary.num_accepted_tokens,
             queue=tuple((group.priority, group.tenant, group.num_waiting) for group in summary.waiting),
         ),
     )

@@ -457,6 +457,7 @@ def changes(message: scheduler_pb2.BatchChanges) -> ride.Changes:
             "plan_bytes": newest.num_plan_bytes,
             "step_us": newest.previous_step_us,
             "idle_us": newest.previous_idle_us,
+            "accepted": newest.num_accepted_tokens,
         },
     )
 

@@ -23,7 +23,8 @@ class StepChange:
     """Chunks of prompts: seq_id, tokens, and whether the row samples no token yet."""
     still: list[int] = field(default_factory=list)  # seq_ids that have a seat but no row
     num_alike: int = 0
-    """Steps right after it in which no sequence entered or left and the same rows computed one token each."""
+    """Steps right after it in which no sequence entered or left and the same rows computed one token each,
+    guesses not counted."""
 
 
 class BatchChanges:
@@ -44,7 +45,8 @@ class BatchChanges:
     def take(self, plan: BatchPlan) -> None:
         """Adds a step."""
         num_rows = len(plan.seq_ids)
-        all_decode = plan.num_tokens.count(1) == num_rows and 0 not in plan.num_samples
+        num_decoding = plan.num_tokens.count(1) + len(plan.draft_tokens)
+        all_decode = num_decoding == num_rows and 0 not in plan.num_samples
         is_next = plan.step_id == self.step_id + 1
         self.step_id = plan.step_id
         if all_decode and is_next and self.steps and not plan.left and plan.seq_ids == self._row_ids:
@@ -66,7 +68,7 @@ class BatchChanges:
                 for seq_id, count, num_samples, seq in zip(
                     plan.seq_ids, plan.num_tokens, plan.num_samples, plan.rows, strict=True
                 )
-                if (count > 1 or num_samples == 0) and not seq.is_padding
+                if (count > 1 or num_samples == 0) and not (seq.is_padding or seq_id in plan.draft_tokens)
             ]
         if num_rows != len(seated):
             moving = set(plan.seq_ids)

@@ -455,7 +455,9 @@ class SchedulerCore(CoreState):
         for seq_id in plan.draft_tokens:
             seq = state.running.get(seq_id)
             if seq is not None and len(seq.token_ids) > seq.num_computed_tokens:  # else its row failed
-                self.counters.draft_tokens_accepted += len(seq.token_ids) - seq.num_computed_tokens - 1
+                num_accepted = len(seq.token_ids) - seq.num_computed_tokens - 1
+                self.counters.draft_tokens_accepted += num_accepted
+                state.num_accepted_tokens += num_accepted
                 seq.settle_draft()
         self._end_unfit(unfit, "a token", outcome)
         self._register_blocks(state, plan, result)

@@ -46,6 +46,7 @@ class ExecutorState:
         "max_num_batched_tokens",
         "max_num_seqs",
         "next_seq_id",
+        "num_accepted_tokens",
         "num_put_behind",
         "num_queued_tokens",
         "num_running_of",
@@ -119,6 +120,7 @@ class ExecutorState:
         # out to be too late. Plan again even if nothing else happens.
         self.is_still_looking = False
         self.num_put_behind = 0  # too late, and put behind in this plan
+        self.num_accepted_tokens = 0  # draft tokens that were right, for watchers
         self.previous_step_us = 0  # of the newest answered step that had rows, for watchers
         self.previous_idle_us = 0
 

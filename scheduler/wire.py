@@ -22,7 +22,7 @@ from scheduler.plan import (
 from scheduler.promise import Promise
 from scheduler.router_session import FinishedOutput, StepOutput
 from scheduler.sequence import FinishReason, Request, Sequence, StatusCode
-from scheduler.token_ids import TokenIds
+from scheduler.token_ids import NO_IDS, TokenIds
 
 MAX_WAITING_GROUPS = 31  # listed one by one
 
@@ -305,6 +305,7 @@ def step_summary(state: ExecutorState, plan: BatchPlan, planned_at: float) -> ro
             prefill=num_samples == 0,
             padding=seq.is_padding,
             tenant=seq.request.tenant,
+            num_draft_tokens=len(plan.draft_tokens.get(seq_id, NO_IDS)),
         )
         for seq, seq_id, count, num_samples in zip(
             plan.rows, plan.seq_ids, plan.num_tokens, plan.num_samples, strict=True
@@ -328,6 +329,7 @@ def step_gauges(state: ExecutorState, step_id: int, planned_at: float) -> router
         max_num_seqs=state.max_num_seqs,
         previous_step_us=state.previous_step_us,
         previous_idle_us=state.previous_idle_us,
+        num_accepted_tokens=state.num_accepted_tokens,
     )
 
 

@@ -1035,6 +1035,7 @@ class StepSummary(_message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.str
     """Which executor."""
     step_id: _builtins.int
@@ -1063,6 +1064,10 @@ class StepSummary(_message.Message):
     """How many of the free blocks hold cached prefixes, which are given up when the block is needed."""
     num_preempted: _builtins.int
     """Sequences sent back to wait by this plan."""
+    num_accepted_tokens: _builtins.int
+    """How many guessed tokens were right so far, in this executor's epoch: tokens beyond the one that each row
+    samples.
+    """
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMember]:
         """Every sequence with a row in this step."""
@@ -1097,10 +1102,11 @@ class StepSummary(_message.Message):
         num_cached_blocks: _builtins.int = ...,
         waiting: _abc.Iterable[Global___WaitingGroup] | None = ...,
         num_preempted: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "left", b"left", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_dropped", b"num_dropped", "num_free_blocks", b"num_free_blocks", "num_plan_bytes", b"num_plan_bytes", "num_preempted", b"num_preempted", "num_running", b"num_running", "num_waiting", b"num_waiting", "previous_idle_us", b"previous_idle_us", "previous_step_us", b"previous_step_us", "step_id", b"step_id", "time_seconds", b"time_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "left", b"left", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_dropped", b"num_dropped", "num_free_blocks", b"num_free_blocks", "num_plan_bytes", b"num_plan_bytes", "num_preempted", b"num_preempted", "num_running", b"num_running", "num_waiting", b"num_waiting", "previous_idle_us", b"previous_idle_us", "previous_step_us", b"previous_step_us", "step_id", b"step_id", "time_seconds", b"time_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1150,6 +1156,7 @@ class StepMember(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     index: _builtins.int
@@ -1157,7 +1164,7 @@ class StepMember(_message.Message):
     seq_id: _builtins.int
     """This admission's number."""
     num_tokens: _builtins.int
-    """Tokens it computes in this step."""
+    """Tokens it computes in this step, guessed ones included."""
     entered: _builtins.bool
     """Whether this is its first step since it was admitted."""
     prefill: _builtins.bool
@@ -1166,6 +1173,8 @@ class StepMember(_message.Message):
     """Whether the row is padding: a finished member of a padded request-level batch."""
     tenant: _builtins.str
     """Whose request it is; empty without API keys."""
+    num_draft_tokens: _builtins.int
+    """How many of its tokens are guesses, to be checked in this step."""
     def __init__(
         self,
         *,
@@ -1177,10 +1186,11 @@ class StepMember(_message.Message):
         prefill: _builtins.bool = ...,
         padding: _builtins.bool = ...,
         tenant: _builtins.str = ...,
+        num_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entered", b"entered", "index", b"index", "num_tokens", b"num_tokens", "padding", b"padding", "prefill", b"prefill", "request_id", b"request_id", "seq_id", b"seq_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entered", b"entered", "index", b"index", "num_draft_tokens", b"num_draft_tokens", "num_tokens", b"num_tokens", "padding", b"padding", "prefill", b"prefill", "request_id", b"request_id", "seq_id", b"seq_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -748,7 +748,9 @@ class StepChange(_message.Message):
     step_id: _builtins.int
     """Its step, counted from 1 in each epoch."""
     num_alike: _builtins.int
-    """How many steps came right after it in which no sequence came or went and the same rows computed one token each."""
+    """How many steps came right after it in which no sequence came or went and the same rows computed one token each, guesses
+    not counted.
+    """
     @_builtins.property
     def left(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.StepLeaver]:
         """The sequences that have left since the step before."""

@@ -1,3 +1,5 @@
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,6 +72,17 @@ def test_the_rate_counts_what_was_sampled_lately() -> None:
     assert lift.tokens_per_second(11.5) == 4 / RATE_SECONDS
     assert lift.tokens_per_second(12.5) == 2 / RATE_SECONDS
     assert lift.tokens_per_second(99.0) == 0
+
+
+def test_the_rate_counts_right_guesses_but_not_those_of_before() -> None:
+    lift = Lift()
+    for step_id, accepted in ((5, 100), (6, 107), (1, 3)):  # the last one is of a fresh epoch
+        told = frame(step_id, 1)
+        told = dataclasses.replace(
+            told, gauges=dataclasses.replace(told.gauges, num_accepted_tokens=accepted)
+        )
+        lift.take(told, now=10.0)
+    assert lift.tokens_per_second(10.0) == (3 + 7 + 3) / RATE_SECONDS
 
 
 @given(st.lists(st.sets(st.integers(1, 6), max_size=4), max_size=25))

@@ -1,3 +1,6 @@
+from array import array
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +58,17 @@ def test_a_chunk_is_told_with_its_tokens_and_what_comes_after_is_not_like_it() -
         changes.take(plan(step_id, rows))
     assert [step.chunks for step in changes.steps] == [[(1, 64, True)], [(1, 30, False)], []]
     assert [step.num_alike for step in changes.steps] == [0, 0, 1]
+
+
+def test_a_row_with_draft_tokens_decodes() -> None:
+    changes = BatchChanges()
+    changes.take(plan(1, decoding(1, 2)))
+    for step_id in (2, 3):
+        drafted = replace(plan(step_id, {1: (6, 1), 2: (1, 1)}), draft_tokens={1: array("I", [5] * 5)})
+        changes.take(drafted)
+    changes.take(plan(4, decoding(1, 2)))
+    (only,) = changes.steps
+    assert (only.chunks, only.num_alike) == ([], 3)
 
 
 def test_whoever_has_no_row_sits_still() -> None:

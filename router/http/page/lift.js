@@ -42,6 +42,7 @@ export class Lift {
     this.repaint = 0;                // how many of the columns before the newest have changed
     this.isStale = true;             // all of it must be painted again
     this.nextColour = 0;
+    this.accepted = null;            // guessed tokens that were right, so far
     new ResizeObserver(() => { this.isStale = true; }).observe(canvas);
   }
 
@@ -58,6 +59,12 @@ export class Lift {
     for (const step of frame.steps) {
       columns.push(this.takeStep(step));
       for (let i = 1; i <= (step.alike ?? 0); i += 1) columns.push(this.takeStep({ step: step.step + i, still: step.still }));
+    }
+    // Right guesses are tokens beside the one of each row. Those of before are no news, and an epoch begins at 0.
+    const before = this.accepted ?? frame.accepted;
+    if (columns.length) {
+      columns[columns.length - 1].sampled += frame.accepted - (frame.accepted < before ? 0 : before);
+      this.accepted = frame.accepted;
     }
     return columns;
   }
