@@ -28,15 +28,15 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Any) -> Any:  # noqa: N802 - the contract's
         self.requests.append(request)
-        for event in self.events:
-            yield event
-        if self.refusal:
-            await abort(context, self.refusal)
-        if self.wait:
-            try:
+        try:
+            for event in self.events:
+                yield event
+            if self.refusal:
+                await abort(context, self.refusal)
+            if self.wait:
                 await self.wait.wait()
-            finally:
-                self.num_cancelled += 1
+        finally:  # wherever it was: a client may go while an event is still being written
+            self.num_cancelled += bool(self.wait)
 
     async def Watch(self, request: router_pb2.WatchRequest, context: Any) -> Any:  # noqa: N802 - the contract's
         for summary in self.summaries:
