@@ -11,17 +11,16 @@ sequence arrived, or the executor died.
 
 Must not know: gRPC, protobuf, asyncio, the clock (time is an argument), text, tensors, routers. The core owns
 every sequence, the waiting queue, and the running set, blocks and session of each executor. `door` refuses
-requests, `preemption` takes seats and blocks back, `admitting` lets sequences into the batch, and `results`
-takes tokens out of a step's result.
+requests, `preemption` takes seats and blocks back, `admitting` lets sequences into the batch, `speculation`
+adds draft tokens, and `results` takes tokens out of a step's result.
 """
 
 from dataclasses import replace
 
-from scheduler import admitting, door, policy, preemption, results
+from scheduler import admitting, door, policy, preemption, results, speculation
 from scheduler.batching import Batching
 from scheduler.core_state import CoreState
 from scheduler.counters import Outcome
-from scheduler.drafting import MAX_ROWS, Drafting
 from scheduler.executor_session import SessionBrokenError
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry, Reason
@@ -264,8 +263,7 @@ class SchedulerCore(CoreState):
         if self.limits.max_step_us is not None and draft.rows:
             draft.budget = state.tokens_beside(len(draft.rows), self.limits.max_step_us)
         admitting.give_out(self, state, unfinished, draft, now, may_enter=may_enter)
-        if state.drafting is not None and 0 < len(draft.rows) <= MAX_ROWS and not self.inquiry:
-            self._add_guesses(state, state.drafting, draft)
+        speculation.add_draft_tokens(self, state, draft, now)
         self.drain_rate.queue_is(now, empty=not self.waiting)
         return self._plan(state, draft)
 
@@ -331,7 +329,7 @@ class SchedulerCore(CoreState):
         draft.num_samples = [1] * len(members)
         draft.budget, draft.positions_sum = budget, positions_sum
         if growing:
-            self._grow(state, growing, draft)
+            draft.grow(growing, state.blocks)
         return unfinished
 
     def _has_slot(self, state: ExecutorState, seq: Sequence, growing: list[Sequence], num_early: int) -> bool:
@@ -346,49 +344,6 @@ class SchedulerCore(CoreState):
             return False
         seq.tenant.meter(1, self._now)
         growing.append(seq)
-        return True
-
-    def _grow(self, state: ExecutorState, growing: list[Sequence], draft: PlanDraft) -> None:
-        """Gives each of these one more block."""
-        block_ids = state.blocks.allocate(len(growing))
-        draft.num_new_blocks += [1] * len(growing)
-        draft.new_block_ids += block_ids
-        block_size = state.blocks.block_size
-        for seq, block_id in zip(growing, block_ids, strict=True):
-            seq.block_table.append(block_id)
-            seq.num_slots += block_size
-            draft.grown_seq_ids.append(seq.seq_id)
-            # The blocks before it are fully computed once this plan has been answered.
-            draft.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
-
-    def _add_guesses(self, state: ExecutorState, drafting: Drafting, draft: PlanDraft) -> None:
-        """Adds draft tokens to rows whose sequences are known to their end, as far as tokens are left."""
-        line, max_step_us = state.step_time.line, self.limits.max_step_us
-        within = None if max_step_us is None else state.step_time.tokens_within(max_step_us)
-        if within is not None:
-            draft.budget = min(draft.budget, within - sum(draft.num_tokens))
-        for row, seq in enumerate(draft.rows):
-            num_known = len(seq.token_ids)
-            if seq.num_computed_tokens != num_known or seq.is_prefilling or seq.is_padding:
-                continue
-            if seq.num_tokens_at_crash:
-                continue  # what it dies of must not depend on guesses, or it is never found
-            guess = drafting.guess(seq, sum(draft.num_tokens), line)
-            most = min(draft.budget, seq.max_len - 1 - num_known, len(guess))
-            if most > seq.num_slots - num_known and self._may_grow_early(state, seq, draft):
-                self._grow(state, [seq], draft)
-            most = min(most, seq.num_slots - num_known)
-            if most > 0:
-                draft.guess(row, guess[:most])
-                self.counters.draft_tokens += most
-
-    def _may_grow_early(self, state: ExecutorState, seq: Sequence, draft: PlanDraft) -> bool:
-        """Whether `seq` may have a block for draft tokens: it will need one soon, and there is plenty."""
-        if seq.seq_id in draft.grown_seq_ids or seq.num_slots >= seq.max_len - 1 or not seq.tenant.may_grow:
-            return False
-        if state.blocks.num_free < 2 * len(state.running) + state.watermark_blocks:
-            return False
-        seq.tenant.meter(1, self._now)
         return True
 
     def _plan(self, state: ExecutorState, draft: PlanDraft) -> BatchPlan | None:
@@ -452,13 +407,7 @@ class SchedulerCore(CoreState):
             self.see_who_takes_newcomers()
         self._end_unfit(results.take_prompt_logprobs(plan, result, outcome.progressed), "a prompt", outcome)
         unfit = results.append_tokens(rows, result, outcome.progressed, self.counters)
-        for seq_id in plan.draft_tokens:
-            seq = state.running.get(seq_id)
-            if seq is not None and len(seq.token_ids) > seq.num_computed_tokens:  # else its row failed
-                num_accepted = len(seq.token_ids) - seq.num_computed_tokens - 1
-                self.counters.draft_tokens_accepted += num_accepted
-                state.num_accepted_tokens += num_accepted
-                seq.settle_draft()
+        speculation.settle(state, plan, self.counters)
         self._end_unfit(unfit, "a token", outcome)
         self._register_blocks(state, plan, result)
         if self.inquiry:

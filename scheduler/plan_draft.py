@@ -2,6 +2,7 @@
 
 import math
 
+from scheduler.blocks import BlockManager
 from scheduler.plan import NewSequence
 from scheduler.sequence import Sequence
 from scheduler.token_ids import TokenIds
@@ -61,7 +62,19 @@ class PlanDraft:
         if reached and seq.num_computable_tokens < seq.max_len - 1:
             seq.num_computable_tokens += 1  # the token this step will sample
 
-    def guess(self, row: int, token_ids: TokenIds) -> None:
+    def grow(self, growing: list[Sequence], blocks: BlockManager) -> None:
+        """Gives each of these one more block."""
+        block_ids = blocks.allocate(len(growing))
+        self.num_new_blocks += [1] * len(growing)
+        self.new_block_ids += block_ids
+        for seq, block_id in zip(growing, block_ids, strict=True):
+            seq.block_table.append(block_id)
+            seq.num_slots += blocks.block_size
+            self.grown_seq_ids.append(seq.seq_id)
+            # The blocks before it are fully computed once this plan has been answered.
+            self.outgrown.append((seq, seq.seq_id, seq.num_computed_tokens))
+
+    def add_draft_tokens(self, row: int, token_ids: TokenIds) -> None:
         """Adds draft tokens to a row of one token, which is the last known one of its sequence."""
         seq = self.rows[row]
         self.draft_tokens[seq.seq_id] = token_ids

@@ -1,6 +1,9 @@
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.blocks import BlockManager
 from scheduler.plan_draft import PlanDraft
 from tests.scheduler.sequences import waiting
 
@@ -43,3 +46,31 @@ def test_columns_stand_beside_each_other() -> None:
     assert draft.rows == [first, second]
     assert (draft.seq_ids, draft.num_tokens, draft.num_samples) == ([4, 5], [3, 7], [1, 1])
     assert (draft.positions_sum, draft.budget) == (2, 0)
+
+
+def test_a_grown_sequence_has_a_block_more_and_its_full_ones_are_noted() -> None:
+    draft, blocks = PlanDraft(budget=10), BlockManager(num_blocks=4, block_size=2)
+    first, second = waiting("a", prompt_len=3), waiting("b", prompt_len=9)
+    first.seq_id, second.seq_id = 4, 5
+    second.num_computed_tokens = 2
+    draft.grow([first], blocks)
+    draft.grow([first, second], blocks)
+    assert draft.grown_seq_ids == [4, 4, 5]
+    assert draft.num_new_blocks == [1, 1, 1]
+    assert draft.new_block_ids == [*first.block_table[:1], first.block_table[1], *second.block_table]
+    assert len(set(draft.new_block_ids)) == 3
+    assert (first.num_slots, second.num_slots, blocks.num_free) == (4, 2, 1)
+    assert draft.outgrown == [(first, 4, 0), (first, 4, 0), (second, 5, 2)]
+
+
+def test_draft_tokens_lengthen_their_row_and_nothing_of_it_is_computable_until_they_are_answered() -> None:
+    draft = PlanDraft(budget=10)
+    before, seq = waiting("a", prompt_len=3), waiting("b", prompt_len=1)
+    before.seq_id, seq.seq_id = 4, 5
+    draft.chunk(before, draft.budget)
+    draft.chunk(seq, draft.budget)
+    draft.add_draft_tokens(1, array("I", [7, 8]))
+    assert draft.draft_tokens == {5: array("I", [7, 8])}
+    assert (draft.num_tokens, draft.num_samples, draft.budget) == ([3, 3], [1, 1], 4)
+    assert (seq.num_computed_tokens, seq.num_computable_tokens) == (1, 1)
+    assert before.num_computable_tokens == 4

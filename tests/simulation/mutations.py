@@ -253,11 +253,11 @@ def _counts_guesses_as_computed(settle_draft: Any) -> Any:
     return broken
 
 
-def _plans_behind_guesses(guess: Any) -> Any:
+def _plans_behind_guesses(add_draft_tokens: Any) -> Any:
     def broken(self: Any, row: int, token_ids: Any) -> None:
         seq = self.rows[row]
         before = seq.num_computable_tokens
-        guess(self, row, token_ids)
+        add_draft_tokens(self, row, token_ids)
         seq.num_computable_tokens = before
 
     return broken
@@ -425,7 +425,9 @@ MUTATIONS = (
         80,
     ),
     Mutation("a wrong guess counts as computed", Sequence, "settle_draft", _counts_guesses_as_computed, 8),
-    Mutation("a row is planned behind guesses", plan_draft.PlanDraft, "guess", _plans_behind_guesses, 86),
+    Mutation(
+        "a row is planned behind guesses", plan_draft.PlanDraft, "add_draft_tokens", _plans_behind_guesses, 86
+    ),
     Mutation(
         "a cursor starts a token early", router_session.RouterSession, "attach", _starts_a_token_early, 2
     ),

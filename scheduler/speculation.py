@@ -1,0 +1,60 @@
+"""Speculative decoding: puts guesses into a plan as draft tokens, and sees from the result which were right.
+
+`lookup` makes guesses and `drafting` says whether they pay; this module fits them into what a plan has left
+of tokens, time, slots and blocks. Pure.
+"""
+
+from scheduler.core_state import CoreState
+from scheduler.counters import Counters
+from scheduler.drafting import MAX_ROWS
+from scheduler.executor_state import ExecutorState
+from scheduler.plan import BatchPlan
+from scheduler.plan_draft import PlanDraft
+from scheduler.sequence import Sequence
+
+
+def add_draft_tokens(core: CoreState, state: ExecutorState, draft: PlanDraft, now: float) -> None:
+    """Adds draft tokens to a plan that is complete otherwise: to rows that reach their last known token.
+
+    None while suspects are searched, and none for what was under way when an executor died: what executors
+    die of must not depend on guesses, or it is never found.
+    """
+    if state.drafting is None or not 0 < len(draft.rows) <= MAX_ROWS or core.inquiry:
+        return
+    line, max_step_us = state.step_time.line, core.limits.max_step_us
+    within = None if max_step_us is None else state.step_time.tokens_within(max_step_us)
+    if within is not None:
+        draft.budget = min(draft.budget, within - sum(draft.num_tokens))
+    for row, seq in enumerate(draft.rows):
+        num_known = len(seq.token_ids)
+        if seq.num_computed_tokens != num_known or seq.is_prefilling or seq.is_padding:
+            continue
+        if seq.num_tokens_at_crash:
+            continue
+        guess = state.drafting.guess(seq, sum(draft.num_tokens), line)
+        most = min(draft.budget, seq.max_len - 1 - num_known, len(guess))
+        if most > seq.num_slots - num_known and _may_grow_early(state, seq, draft):
+            seq.tenant.meter(1, now)
+            draft.grow([seq], state.blocks)
+        most = min(most, seq.num_slots - num_known)
+        if most > 0:
+            draft.add_draft_tokens(row, guess[:most])
+            core.counters.draft_tokens += most
+
+
+def _may_grow_early(state: ExecutorState, seq: Sequence, draft: PlanDraft) -> bool:
+    """Whether `seq` may have a block for draft tokens: it will need one soon, and there is plenty."""
+    if seq.seq_id in draft.grown_seq_ids or seq.num_slots >= seq.max_len - 1 or not seq.tenant.may_grow:
+        return False
+    return state.blocks.num_free >= 2 * len(state.running) + state.watermark_blocks
+
+
+def settle(state: ExecutorState, plan: BatchPlan, counters: Counters) -> None:
+    """The ids that answer `plan` are in the token logs: counts the right guesses among them."""
+    for seq_id in plan.draft_tokens:
+        seq = state.running.get(seq_id)
+        if seq is not None and len(seq.token_ids) > seq.num_computed_tokens:  # else its row failed
+            num_accepted = len(seq.token_ids) - seq.num_computed_tokens - 1
+            counters.draft_tokens_accepted += num_accepted
+            state.num_accepted_tokens += num_accepted
+            seq.settle_draft()
