@@ -414,9 +414,8 @@ class SchedulerCore(CoreState):
             self.inquiry.stepped(rows)
         self._apply_ends(state, result, outcome)
         if state.drafting is not None:
-            way = state.pace.way
-            way_us = None if way is None else way * 1e6
-            state.drafting.learn(state.running, outcome.progressed, state.step_time.line, way_us)
+            line, way_seconds = state.step_time.line, state.pace.way
+            state.drafting.learn(state.running, outcome.progressed, line, way_seconds)
         return outcome
 
     def _apply_ends(self, state: ExecutorState, result: StepResult, outcome: Outcome) -> None:

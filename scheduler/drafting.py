@@ -15,14 +15,12 @@ from collections.abc import Iterable, Mapping
 
 from scheduler.lookup import Guesses
 from scheduler.sequence import Sequence, State
+from scheduler.step_time import Line
 from scheduler.token_ids import NO_IDS, TokenIds
 
 MAX_ROWS = 16
 """In a larger batch nothing is guessed: it hardly pays, and the search takes its time in each step."""
-_WAY_US = 1000.0  # from a result to the next step, as long as that was not measured
-
-Line = tuple[float, float]
-"""Duration of a step in microseconds: of an empty one, and for each token."""
+_WAY_SECONDS = 1e-3  # from a result to the next step, as long as that was not measured
 
 
 class Drafting:
@@ -41,11 +39,11 @@ class Drafting:
         running: Mapping[int, Sequence],
         progressed: Iterable[Sequence],
         line: Line | None,
-        way_us: float | None,
+        way_seconds: float | None,
     ) -> None:
         """A result came: scores the guesses of those that have `progressed`, and decides whether to wait.
 
-        `line` and `way_us` (from a result to the next step) are what was measured; None: nothing yet.
+        `line` and `way_seconds` (from a result to the next step) are what was measured; None: nothing yet.
         """
         self.waits = False
         if len(running) > MAX_ROWS:
@@ -57,12 +55,9 @@ class Drafting:
                 seq.guesses.learn(seq.token_ids)
         if line is None or not running:
             return
-        base, per_token_us = line
-        worth_us = base / len(running) + per_token_us
         known = [seq.guesses for seq in running.values() if seq.guesses is not None]
-        gains = [guesses.right * worth_us - guesses.tried * per_token_us for guesses in known]
-        price = _WAY_US if way_us is None else way_us
-        self.waits = sum(gain for gain in gains if gain > 0) > price
+        gain_us = sum(max(0.0, _gain_us(guesses, len(running), line)) for guesses in known)
+        self.waits = gain_us > 1e6 * (_WAY_SECONDS if way_seconds is None else way_seconds)
 
     def guess(self, seq: Sequence, num_tokens: int, line: Line | None) -> TokenIds:
         """What `seq`, all of whose tokens are known, is guessed to say next; none if that does not pay.
@@ -71,7 +66,12 @@ class Drafting:
         """
         if line is None or seq.guesses is None:
             return NO_IDS
-        base, per_token_us = line
-        worth_us = base / num_tokens + per_token_us
-        pays = seq.guesses.right * worth_us > seq.guesses.tried * per_token_us
+        pays = _gain_us(seq.guesses, num_tokens, line) > 0
         return seq.guesses.rest(seq.token_ids) if pays else NO_IDS
+
+
+def _gain_us(guesses: Guesses, num_tokens: int, line: Line) -> float:
+    """Microseconds that a step of `num_tokens` is expected to win by draft tokens like the newest guesses."""
+    base_us, per_token_us = line
+    worth_us = base_us / num_tokens + per_token_us
+    return guesses.right * worth_us - guesses.tried * per_token_us

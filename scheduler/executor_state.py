@@ -92,8 +92,8 @@ class ExecutorState:
             limits.max_num_seqs or capacity.max_num_seqs,
             self.max_num_batched_tokens,
         )
-        guesses = limits.num_speculative_tokens and "draft_tokens" in capacity.features
-        self.drafting = Drafting(limits.num_speculative_tokens) if guesses else None
+        most = limits.num_speculative_tokens
+        self.drafting = Drafting(most) if most and "draft_tokens" in capacity.features else None
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()
         self.clock = StepClock()

@@ -16,12 +16,13 @@ import numpy as np
 
 from scheduler.token_ids import NO_IDS, TokenIds
 
-LONGEST_MATCH = (
-    4  # tokens at the end of the log that must have been there before; fewer where so many were not
-)
+LONGEST_MATCH = 4
+"""Tokens at the end of the log that are looked for earlier in it; fewer where so many were not there."""
 SHORTEST_MATCH = 2
-MAX_SEARCHED = 32_768  # tokens from the end of the log, and places in it: some ten microseconds
+MAX_SEARCHED = 32_768
+"""Tokens from the end of the log that are searched, so that a search takes some ten microseconds."""
 MAX_PLACES = 1024
+"""Places that end in the log's last token and are looked at more closely, for the same reason."""
 _NEWEST = 0.25  # weight of the newest guess in the score
 
 
@@ -55,7 +56,7 @@ class Guesses:
     `right` and `tried` are means over the newest guesses: tokens that were right, and tokens that there were.
     """
 
-    most: int  # tokens in a guess
+    max_length: int  # of a guess, in tokens
     length: int = 2  # of the next guess: longer after one that was right, shorter after one that was not
     right: float = 0.0
     tried: float = 0.0
@@ -63,7 +64,7 @@ class Guesses:
     ids: TokenIds = field(default_factory=lambda: NO_IDS)
 
     def __post_init__(self) -> None:
-        self.length = min(self.length, self.most)
+        self.length = min(self.length, self.max_length)
 
     def rest(self, log: TokenIds) -> TokenIds:
         """What the guess says of the tokens that come next."""
@@ -72,14 +73,13 @@ class Guesses:
     def learn(self, log: TokenIds) -> None:
         """The log has grown. If that settles the guess, scores it and makes the next one."""
         came = log[self.made_at : self.made_at + len(self.ids)]
-        right = next(
-            (i for i, pair in enumerate(zip(self.ids, came, strict=False)) if pair[0] != pair[1]), None
-        )
-        if right is None and len(came) < len(self.ids):
-            return
-        num_right = len(self.ids) if right is None else right
+        pairs = enumerate(zip(self.ids, came, strict=False))
+        num_right = next((i for i, (guessed, sampled) in pairs if guessed != sampled), len(came))
+        if num_right == len(came) < len(self.ids):
+            return  # right so far
         self.right += _NEWEST * (num_right - self.right)
         self.tried += _NEWEST * (len(self.ids) - self.tried)
         if self.ids:
-            self.length = min(self.most, self.length + 2) if right is None else max(1, self.length - 1)
+            is_right = num_right == len(self.ids)
+            self.length = min(self.max_length, self.length + 2) if is_right else max(1, self.length - 1)
         self.made_at, self.ids = len(log), continuation(log, self.length)

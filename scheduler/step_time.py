@@ -11,6 +11,9 @@ the cost of a token: they leave the slope as it is. Pure.
 
 import math
 
+Line = tuple[float, float]
+"""Duration of a step in microseconds: of one without tokens, and what each token adds."""
+
 _FORGET = 0.98  # weight kept by the past at each new step: a memory of about fifty steps
 _MIN_WEIGHT = 3.0  # steps before a prediction is worth anything
 _LEAST_NEWS = 0.01**2  # in squares of the usual deviation: with less, a step teaches only the base
@@ -45,8 +48,8 @@ class StepTimeModel:
         self._covariance = self._covariance * kept + off_tokens * off_us * (1 - 1 / self._weight)
 
     @property
-    def line(self) -> tuple[float, float] | None:
-        """(base, per token) in microseconds, both >= 0; None while too little is known."""
+    def line(self) -> Line | None:
+        """Both its numbers are >= 0; None while too little is known."""
         if self._weight < _MIN_WEIGHT:
             return None
         most = self._mean_us / self._mean_tokens if self._mean_tokens else 0.0

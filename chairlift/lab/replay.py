@@ -18,7 +18,7 @@ from chairlift.lab.records import Histogram
 from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
 from scheduler.door import RefusedError
-from scheduler.drafting import Drafting, Line
+from scheduler.drafting import Drafting
 from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import BatchPlan, Capacity
 from scheduler.record_events import (
@@ -33,6 +33,7 @@ from scheduler.record_events import (
 )
 from scheduler.record_file import Chunk, RecordError, chunks
 from scheduler.sequence import FinishReason, Request, Sequence
+from scheduler.step_time import Line
 from scheduler.token_ids import TokenIds
 
 _CACHE_SECRET = b"replay"

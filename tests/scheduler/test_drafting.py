@@ -2,9 +2,10 @@ from array import array
 
 import pytest
 
-from scheduler.drafting import MAX_ROWS, Drafting, Line
+from scheduler.drafting import MAX_ROWS, Drafting
 from scheduler.lookup import Guesses
 from scheduler.sequence import Sequence, State
+from scheduler.step_time import Line
 from scheduler.token_ids import NO_IDS
 from tests.scheduler.sequences import running
 
@@ -21,7 +22,8 @@ def guessing(right: float, tried: float, name: str = "r") -> Sequence:
 
 def waits(*members: Sequence, line: Line | None = CPU, way_us: float | None = 500.0) -> bool:
     drafting = Drafting(8)
-    drafting.learn(dict(enumerate(members)), [], line, way_us)
+    way_seconds = None if way_us is None else way_us / 1e6
+    drafting.learn(dict(enumerate(members)), [], line, way_seconds)
     return drafting.waits
 
 

@@ -50,7 +50,7 @@ def fed(guesses: Guesses, log: "array[int]", *tokens: int) -> None:
 
 
 def test_guesses_that_come_true_grow_and_count() -> None:
-    guesses, log = Guesses(most=8), ids(1, 2, 3)
+    guesses, log = Guesses(max_length=8), ids(1, 2, 3)
     fed(guesses, log, *[1, 2, 3] * 20)
     assert guesses.length == 8
     assert 6 < guesses.right <= guesses.tried <= 8
@@ -59,7 +59,7 @@ def test_guesses_that_come_true_grow_and_count() -> None:
 
 
 def test_guesses_that_do_not_come_true_shrink_and_do_not_count() -> None:
-    guesses, log = Guesses(most=8), ids(1, 2, 9)
+    guesses, log = Guesses(max_length=8), ids(1, 2, 9)
     for token in range(10, 40):
         fed(guesses, log, 1, 2, token)  # "1 2" was there before, and goes on in another way each time
     assert guesses.length == 1
@@ -68,7 +68,7 @@ def test_guesses_that_do_not_come_true_shrink_and_do_not_count() -> None:
 
 def test_a_guess_is_scored_by_the_tokens_until_the_first_wrong_one() -> None:
     log = ids(1, 2, 3, 4, 5, 1, 2)
-    guesses = Guesses(most=8, length=3)
+    guesses = Guesses(max_length=8, length=3)
     guesses.learn(log)
     assert guesses.rest(log).tolist() == [3, 4, 5]
     log.extend([3, 4])
