@@ -41,9 +41,7 @@ def rows(
                 rng.integers(0, runner.vocab_size, num_tokens).tolist(),
                 context - num_tokens,
                 table,
-                GREEDY,
-                0,
-                (),
+                (SampleRow(GREEDY, 0, ()),),
             )
             for i, table in enumerate(tables)
         ],

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from bench.peer_models import folder_in_bfloat16
 from executor.inputs import build_inputs
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from executor.runner import ModelRunner
 
 NUM_TOP = 20
@@ -76,7 +76,7 @@ def ours(model: Path, ids: Tensor, quantization: str) -> Tensor:
     found = []
     for text in ids.tolist():
         rows = [
-            build_inputs([Row(0, [token], at, table, params, 0, ())], block_size).inputs
+            build_inputs([Row(0, [token], at, table, (SampleRow(params, 0, ()),))], block_size).inputs
             for at, token in enumerate(text)
         ]
         found.append(torch.cat([runner.logits(row).clone() for row in rows]).float().log_softmax(-1))

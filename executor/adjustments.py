@@ -103,8 +103,8 @@ class Adjustment:
         if self.seen is not None:
             self.seen.add(token_id)
 
-    def behind(self, token_id: int) -> "Adjustment":
-        """What it will be if that is the next token."""
+    def after(self, token_id: int) -> "Adjustment":
+        """What it will be if that is the next token; this one stays as it is."""
         if self.seen is None:
             return self
         later = copy(self)

@@ -239,8 +239,8 @@ class Matcher:
         if self.fault is None:
             self._building.result().consume_token(token_id)
 
-    def behind(self, token_id: int) -> "Matcher":
-        """What it will be if that is the next token."""
+    def after(self, token_id: int) -> "Matcher":
+        """What it will be if that is the next token; this one stays as it is."""
         built: Future[llguidance.LLMatcher] = Future()
         try:
             matcher = self._building.result().deep_copy()

@@ -20,7 +20,7 @@ from executor.adjustments import adjustment_of
 from executor.inputs import StepBatch, build_inputs
 from executor.model.errors import ModelError
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 
 GIB = 2**30
 
@@ -36,7 +36,13 @@ def largest_step(*, max_num_seqs: int, num_tokens: int, max_seq_len: int, block_
     blocks = np.arange(num_profile_blocks(num_tokens, max_seq_len, block_size), dtype=np.int32)
     lengths = [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
     rows = [
-        Row(seq_id, [0] * min(length, max_seq_len), 0, blocks, params, 0, (), adjustment_of(params, (0,), ()))
+        Row(
+            seq_id,
+            [0] * min(length, max_seq_len),
+            0,
+            blocks,
+            (SampleRow(params, 0, (), adjustment_of(params, (0,), ())),),
+        )
         for seq_id, length in enumerate(lengths, start=1)
     ]
     return build_inputs(rows, block_size)

@@ -41,8 +41,8 @@ class StepInputs:
         query_start_loc: int32 [R + 1], where each row's tokens begin; the last entry is T.
         seq_lens: int32 [R], context of each row, its new tokens included.
         block_tables: int32 [R, max_blocks], padded with 0.
-        logits_indices: int64 [S], index into T of the token behind which each token is sampled: the last of a
-            sampling row, and those before its draft tokens.
+        logits_indices: int64 [S], index into T of the token after which each token is sampled: the last known
+            one of a sampling row, and its draft tokens.
         num_decodes: rows with one token.
         max_query_len: most tokens of a row.
         max_seq_len: longest context.
@@ -95,10 +95,9 @@ def build_inputs(rows: Sequence[Row], block_size: int) -> StepBatch:
     positions = np.arange(query_start_loc[-1], dtype=np.int64) + starts[row_of_token]
     blocks = block_tables[row_of_token, positions // block_size].astype(np.int64)
 
-    # The tokens of a row that samples are its last ones, one for each choice.
-    choices = [row.choices for row in ordered]
-    sampling = [i for i, each in enumerate(choices) for _ in each]
-    from_end = np.array([i for each in choices for i in range(len(each), 0, -1)], dtype=np.int64)
+    # Tokens are sampled after the last ones of a row: after its draft tokens, and the one before them.
+    sampling = [i for i, row in enumerate(ordered) for _ in row.sample_rows]
+    from_end = np.array([i for row in ordered for i in range(len(row.sample_rows), 0, -1)], dtype=np.int64)
     return StepBatch(
         inputs=StepInputs(
             token_ids=np.array([t for row in ordered for t in row.token_ids], dtype=np.int64),
@@ -118,6 +117,6 @@ def build_inputs(rows: Sequence[Row], block_size: int) -> StepBatch:
                 if row.scored is not None
             ),
         ),
-        sample_rows=[choice for each in choices for choice in each],
+        sample_rows=[sample_row for row in ordered for sample_row in row.sample_rows],
         sampled_seq_ids=[ordered[i].seq_id for i in sampling],
     )

@@ -41,13 +41,13 @@ class PromptStretch:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """How one row's next token is chosen.
+    """How one token is chosen from its row of the logits.
 
     Attributes:
         params: the request's sampling.
         output_index: which output token this is, 0 being the first; the counter of the random numbers.
         masked_ids: ids that may not be chosen now (end tokens before `min_tokens`).
-        adjustment: bias, penalties and lists; None when the request has none.
+        adjustment: bias, penalties and lists, as of the tokens before it; None when the request has none.
         matcher: what may be chosen at all; None for anything.
     """
 
@@ -62,44 +62,30 @@ class SampleRow:
 class Row:
     """One sequence's part in a step, ready to compute.
 
+        token_ids      [ known ......... | draft ... ]     of 5 known tokens and 2 draft tokens, say,
+        sample_rows                [ 0   | 1     2   ]     each stands for the token after the one above it
+
     Attributes:
         seq_id: whose.
-        token_ids: the tokens to compute; the last may be IN_FLIGHT. Its draft tokens are the last ones.
+        token_ids: the tokens to compute, the draft tokens last; of those before, the last may be IN_FLIGHT.
         first_position: position of the first of them.
         block_ids: int32, the sequence's whole block table.
-        params: how its next token is chosen.
-        output_index: which output token it samples (0 is the first); None when known tokens remain after it.
-        masked_ids: ids that may not be chosen.
-        adjustment: what else its request changes of the logits, as of the tokens known now; None for nothing.
+        sample_rows: how the token after its last known one is chosen, and the one after each draft token, as
+            if the guesses before it were right; empty when known tokens remain after this row.
         scored: the stretch of its prompt whose log-probabilities are wanted; None for none.
-        matcher: what may be chosen at all; None for anything.
-        behind_drafts: how a token is chosen behind each of its draft tokens, if that one is right.
     """
 
     seq_id: int
     token_ids: list[int]
     first_position: int
     block_ids: NDArray[np.int32]
-    params: SamplingParams
-    output_index: int | None
-    masked_ids: tuple[int, ...]
-    adjustment: Adjustment | None = None
+    sample_rows: tuple[SampleRow, ...] = ()
     scored: PromptStretch | None = None
-    matcher: Matcher | None = None
-    behind_drafts: tuple[SampleRow, ...] = ()
 
     @property
-    def draft(self) -> list[int]:
+    def draft_token_ids(self) -> list[int]:
         """Its draft tokens."""
-        return self.token_ids[len(self.token_ids) - len(self.behind_drafts) :]
-
-    @property
-    def choices(self) -> tuple[SampleRow, ...]:
-        """How its tokens are chosen, one for each of the last `token_ids`; empty if it samples none."""
-        if self.output_index is None:
-            return ()
-        first = SampleRow(self.params, self.output_index, self.masked_ids, self.adjustment, self.matcher)
-        return (first, *self.behind_drafts)
+        return self.token_ids[len(self.token_ids) - len(self.sample_rows) + 1 :] if self.sample_rows else []
 
 
 @dataclass(frozen=True, slots=True)

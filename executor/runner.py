@@ -340,7 +340,9 @@ class ModelRunner:
         Raises `ModelError` when the model's logits are not finite numbers.
         """
         blocks = np.array([self._kv_cache.trash_block_id], dtype=np.int32)
-        batch = build_inputs([Row(0, [0], 0, blocks, SamplingParams(max_tokens=1), 0, ())], self.block_size)
+        batch = build_inputs(
+            [Row(0, [0], 0, blocks, (SampleRow(SamplingParams(max_tokens=1), 0, ()),))], self.block_size
+        )
         if self._pipeline is None:
             output = self.step(batch.inputs, batch.sample_rows)
         else:

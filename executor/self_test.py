@@ -15,7 +15,7 @@ from torch import Tensor
 
 from executor.inputs import StepInputs, build_inputs
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 
 NUM_TOKENS: Final = 35
 """More than the rows of one product, and no round number of them."""
@@ -44,7 +44,7 @@ def is_row_invariant(
     first, second, third = np.split(free, [per_sequence, 2 * per_sequence])
 
     def row(ids: list[int], start: int, end: int, block_ids: np.ndarray) -> Row:
-        return Row(0, ids[start:end], start, block_ids, SamplingParams(max_tokens=1), 0, ())
+        return Row(0, ids[start:end], start, block_ids, (SampleRow(SamplingParams(max_tokens=1), 0, ()),))
 
     def every_logit(rows: list[Row]) -> Tensor:
         inputs = build_inputs(rows, block_size).inputs

@@ -66,7 +66,7 @@ class _Sequence:
         return self.stop_rule.is_long_enough(num_output_tokens=num_output_tokens, seq_len=len(self.token_ids))
 
     def go_on(self) -> None:
-        """Its newest token, a right guess, is computed already; the one behind it is sampled too."""
+        """Its newest token, a right guess, is computed already; the one after it is sampled too."""
         self.num_computed_tokens += 1
         self.token_ids.append(IN_FLIGHT)
 
@@ -216,7 +216,7 @@ class SequenceTable:
         """Take in what the step sampled, end what has ended, and say so.
 
         `sampled_seq_ids` tells whose each entry of `sampled` is: every row that samples, in any order; a
-        row with draft tokens as often as it has choices, one behind the other.
+        row with draft tokens as often as it has sample rows, in their order.
         `prompt_logprobs` has those of the rows' scored stretches, without the ones that are no numbers.
         """
         return self.settle(self.advance(plan), sampled_seq_ids, sampled, prompt_logprobs)
@@ -224,8 +224,8 @@ class SequenceTable:
     def advance(self, plan: BatchPlan) -> Flight:
         """The plan's rows are on their way: what they compute is computed, and what they sample as known."""
         for row, sequence in self._rows:
-            sequence.num_computed_tokens += len(row.token_ids) - len(row.behind_drafts)
-            if row.output_index is not None:
+            sequence.num_computed_tokens += len(row.token_ids) - len(row.draft_token_ids)
+            if row.sample_rows:
                 sequence.token_ids.append(IN_FLIGHT)
         flight = Flight(plan.step_id, plan.epoch, self._rows, self._errors)
         self._rows, self._errors = [], []
@@ -239,7 +239,7 @@ class SequenceTable:
         prompt_logprobs: abc.Sequence[PromptLogprobs] = (),
     ) -> StepResult:
         """Take in what a step sampled, end what has ended, and say so. Flights settle in their order."""
-        index_of: dict[int, int] = {}
+        index_of: dict[int, int] = {}  # where each row's entries begin
         for i, seq_id in enumerate(sampled_seq_ids):
             index_of.setdefault(seq_id, i)
         seq_ids: list[int] = []
@@ -255,7 +255,7 @@ class SequenceTable:
             error = None
             if row.scored is not None and row.seq_id not in scored_seq_ids:
                 error = NOT_FINITE  # the logits of its prompt
-            elif row.output_index is not None:
+            elif row.sample_rows:
                 error = sampled.errors[index_of[row.seq_id]]
             if error is not None:
                 # All else is what the request asks for: a constraint, or lists that leave no token to choose.
@@ -264,7 +264,7 @@ class SequenceTable:
                 self._end(row.seq_id, sequence, flight.step_id)
                 continue
             seq_ids.append(row.seq_id)
-            if row.output_index is None:  # a chunk: known tokens remain, nothing was sampled
+            if not row.sample_rows:  # a chunk: known tokens remain, nothing was sampled
                 num_sampled.append(0)
                 continue
             index = index_of[row.seq_id]
@@ -409,7 +409,7 @@ class SequenceTable:
                     f"not acknowledged (acked_step_id is {plan.acked_step_id}): where it begins was not known"
                 )
             row = self._row(seq_id, sequence, num_tokens, drafts.get(seq_id, ()))
-            if row.behind_drafts:
+            if row.draft_token_ids:
                 sequence.drafted_in = plan.step_id
             rows.append((row, sequence))
         if positions_sum != plan.positions_sum:
@@ -453,20 +453,13 @@ class SequenceTable:
                 f"the row of sequence {seq_id} computes positions {first} to {end - 1}; "
                 f"its {len(sequence.block_ids)} blocks hold {num_slots}"
             )
-        num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
-        output_index = num_output if end == num_known else None
         return Row(
             seq_id=seq_id,
             token_ids=[*sequence.token_ids[first:end], *draft],
             first_position=first,
             block_ids=sequence.block_ids,
-            params=sequence.params,
-            output_index=output_index,
-            masked_ids=() if output_index is None else sequence.stop_rule.masked_ids(output_index),
-            adjustment=sequence.adjustment,
+            sample_rows=_sample_rows(sequence, draft) if end == num_known else (),
             scored=None if sequence.prompt_logprobs_from is None else _scored(seq_id, sequence, first, end),
-            matcher=sequence.matcher,
-            behind_drafts=_behind(sequence, num_output, draft) if draft else (),
         )
 
     def _check_draft(self, seq_id: int, sequence: _Sequence, end: int, draft: tuple[int, ...]) -> None:
@@ -485,33 +478,33 @@ class SequenceTable:
             )
 
 
-def _behind(sequence: _Sequence, num_output: int, draft: tuple[int, ...]) -> tuple[SampleRow, ...]:
-    """How a token is chosen behind each draft token, as if those before it had been sampled."""
-    choices: list[SampleRow] = []
+def _sample_rows(sequence: _Sequence, draft: tuple[int, ...]) -> tuple[SampleRow, ...]:
+    """How a token is chosen after the last known one, and after each draft token as if that was right."""
+    params, masked_ids = sequence.params, sequence.stop_rule.masked_ids
     adjustment, matcher = sequence.adjustment, sequence.matcher
-    for output_index, token_id in enumerate(draft, start=num_output + 1):
-        adjustment = None if adjustment is None else adjustment.behind(token_id)
-        matcher = None if matcher is None else matcher.behind(token_id)
-        masked_ids = sequence.stop_rule.masked_ids(output_index)
-        choices.append(SampleRow(sequence.params, output_index, masked_ids, adjustment, matcher))
-    return tuple(choices)
+    first = len(sequence.token_ids) - sequence.num_prompt_tokens
+    sample_rows = [SampleRow(params, first, masked_ids(first), adjustment, matcher)]
+    for output_index, token_id in enumerate(draft, start=first + 1):
+        adjustment = None if adjustment is None else adjustment.after(token_id)
+        matcher = None if matcher is None else matcher.after(token_id)
+        sample_rows.append(SampleRow(params, output_index, masked_ids(output_index), adjustment, matcher))
+    return tuple(sample_rows)
 
 
 def _take(sequence: _Sequence, row: Row, sampled: Sampled, index: int) -> tuple[int, FinishReason | None]:
-    """Takes the row's tokens, from `index` of `sampled` on: one, and one behind each right draft token.
+    """Takes the row's tokens, from `index` of `sampled` on: one, and one after each right draft token.
 
     Returns how many there are, and why the last one ends the sequence. A place that cannot be sampled is left
     to the next step, which meets it again: the tokens before it are good.
     """
-    assert row.output_index is not None
     count, reason = 0, None
-    for draft_id in (*row.draft, None):
+    for sample_row, draft_id in zip(row.sample_rows, (*row.draft_token_ids, None), strict=True):
         if count:
             if sampled.errors[index + count] is not None:
                 break
             sequence.go_on()
         token_id = sampled.token_ids[index + count]
-        reason = sequence.take(token_id, row.output_index + count)
+        reason = sequence.take(token_id, sample_row.output_index)
         count += 1
         if reason is not None or token_id != draft_id:
             break

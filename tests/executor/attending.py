@@ -9,7 +9,7 @@ from executor.inputs import StepInputs, build_inputs
 from executor.kv_cache import KVCache
 from executor.model.config import LayerKind, ModelConfig, Rope
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from executor.staging import on_device
 from tests.rig import attention_oracle
 
@@ -62,7 +62,13 @@ def step_inputs(
     for seq_id, (query_len, seq_len) in enumerate(lengths, start=1):
         block_ids = np.array([free.pop() for _ in range(-(-seq_len // block_size))], dtype=np.int32)
         rows.append(
-            Row(seq_id, [0] * query_len, seq_len - query_len, block_ids, SamplingParams(max_tokens=1), 0, ())
+            Row(
+                seq_id,
+                [0] * query_len,
+                seq_len - query_len,
+                block_ids,
+                (SampleRow(SamplingParams(max_tokens=1), 0, ()),),
+            )
         )
     return build_inputs(rows, block_size).inputs
 

@@ -8,7 +8,7 @@ import torch
 
 from executor.inputs import build_inputs
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from executor.runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -71,7 +71,9 @@ def logits_by_steps(
         for index, num_tokens in step:
             start = computed[index]
             token_ids = sequences[index][start : start + num_tokens]
-            rows.append(Row(index, token_ids, start, tables[index], SamplingParams(max_tokens=1), 0, ()))
+            rows.append(
+                Row(index, token_ids, start, tables[index], (SampleRow(SamplingParams(max_tokens=1), 0, ()),))
+            )
         batch = build_inputs(rows, runner.block_size)
         bounds = batch.inputs.query_start_loc.tolist()
         every_token = np.arange(bounds[-1], dtype=np.int64)

@@ -207,7 +207,7 @@ def test_behind_guesses_it_is_what_it_is_once_they_were_taken_and_the_present_st
     assert now.adjustment is not None
     guessed = now.adjustment
     for end, token_id in enumerate((5, 39, 39), start=1):
-        guessed = guessed.behind(token_id)
+        guessed = guessed.after(token_id)
         told = adjustment_of(params, PROMPT, [*OUTPUT, 5, 39, 39][: len(OUTPUT) + end])
         behind = adjusted(*(dataclasses.replace(now, adjustment=each) for each in (guessed, told)))
         np.testing.assert_array_equal(behind[0], behind[1])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from executor.attention.reference import ReferenceAttention
 from executor.inputs import build_inputs
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from executor.staging import on_device
 from tests.executor.attending import cache_for, relative_error, run, spec, step_inputs
 from tests.rig import attention_oracle
@@ -78,8 +78,8 @@ def test_sequences_may_share_blocks_of_a_common_prefix() -> None:
         side.copy_(torch.from_numpy(rng.standard_normal(side.shape)))
     params = SamplingParams(max_tokens=1)
     rows = [
-        Row(1, [0], 20, np.array([2, 0], dtype=np.int32), params, 0, ()),
-        Row(2, [0] * 3, 18, np.array([2, 1], dtype=np.int32), params, 0, ()),
+        Row(1, [0], 20, np.array([2, 0], dtype=np.int32), (SampleRow(params, 0, ()),)),
+        Row(2, [0] * 3, 18, np.array([2, 1], dtype=np.int32), (SampleRow(params, 0, ()),)),
     ]
     inputs = build_inputs(rows, 16).inputs
     backend = ReferenceAttention(shared)

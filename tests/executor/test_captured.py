@@ -18,7 +18,7 @@ from executor.attention.flash3 import Flash3Attention
 from executor.captured import captured_sizes, padded
 from executor.inputs import StepBatch, StepInputs, build_inputs
 from executor.plan import SamplingParams
-from executor.rows import IN_FLIGHT, Row
+from executor.rows import IN_FLIGHT, Row, SampleRow
 from executor.runner import ModelRunner
 from tests.executor.late import load_late
 from tests.rig import fake_flash
@@ -47,7 +47,7 @@ def decode_step(
     rows = []
     for seq_id, length in enumerate(lengths, start=1):
         blocks = np.array([free.pop() for _ in range(-(-length // block_size))], dtype=np.int32)
-        rows.append(Row(seq_id, [int(rng.integers(256))], length - 1, blocks, params, 0, ()))
+        rows.append(Row(seq_id, [int(rng.integers(256))], length - 1, blocks, (SampleRow(params, 0, ()),)))
     return build_inputs(rows, block_size)
 
 
@@ -150,7 +150,7 @@ def test_a_step_that_is_no_decode_step_or_too_large_runs_as_it_is(
     pipeline = runner.pipeline
     assert pipeline is not None
     params = SamplingParams(max_tokens=9, temperature=0.0)
-    chunk = Row(1, [1, 2, 3], 0, np.array([0], dtype=np.int32), params, 0, ())
+    chunk = Row(1, [1, 2, 3], 0, np.array([0], dtype=np.int32), (SampleRow(params, 0, ()),))
     for batch in (build_inputs([chunk], 16), decode_step([3] * 9, 64, 16, 0)):
         output = pipeline.collect(pipeline.launch(batch, lambda: None))
         assert len(output.sampled.token_ids) == len(batch.sample_rows)
@@ -230,7 +230,7 @@ def test_what_a_blocks_last_owner_left_does_no_harm_to_the_next_one(
     blocks = np.array([5, 9, 2], dtype=np.int32)
 
     def row(tokens: list[int], first: int) -> StepBatch:
-        return build_inputs([Row(1, tokens, first, blocks, params, 0, ())], 16)
+        return build_inputs([Row(1, tokens, first, blocks, (SampleRow(params, 0, ()),))], 16)
 
     def launched(batch: StepBatch) -> Any:
         return pipeline.collect(pipeline.launch(batch, lambda: None)).sampled

@@ -200,7 +200,7 @@ def test_what_may_follow_guesses_is_what_may_once_they_were_said_and_the_present
     now = constraints.matcher(PERSON, output[:cut])
     before, guessed = ids_of(now), now
     for token_id in guesses:
-        guessed = guessed.behind(token_id)
+        guessed = guessed.after(token_id)
     told = constraints.matcher(PERSON, output[: cut + len(guesses)])
     assert ids_of(guessed) == ids_of(told)
     assert ids_of(now) == before
@@ -208,14 +208,14 @@ def test_what_may_follow_guesses_is_what_may_once_they_were_said_and_the_present
 
 def test_a_guess_that_is_not_allowed_is_a_fault_behind_it_alone(constraints: Constraints) -> None:
     now = constraints.matcher(Choice(("ja", "nein")), [])
-    wrong = now.behind(ord("x"))
-    for later in (wrong, wrong.behind(ord("a"))):
+    wrong = now.after(ord("x"))
+    for later in (wrong, wrong.after(ord("a"))):
         with pytest.raises(ConstraintError, match="cannot be kept to"):
             later.allowed()
     assert now.fault is None
     assert ids_of(now) == {ord("j"), ord("n")}
-    assert ids_of(now.behind(ord("j"))) == {ord("a")}
-    unreadable = constraints.matcher(Regex("("), []).behind(ord("a"))
+    assert ids_of(now.after(ord("j"))) == {ord("a")}
+    unreadable = constraints.matcher(Regex("("), []).after(ord("a"))
     with pytest.raises(ConstraintError):
         unreadable.allowed()
 

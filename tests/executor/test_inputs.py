@@ -1,5 +1,3 @@
-import dataclasses
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,9 +16,11 @@ def row(
     block_ids: list[int],
     output_index: int | None = None,
     masked_ids: tuple[int, ...] = (),
+    after_drafts: tuple[SampleRow, ...] = (),
 ) -> Row:
     blocks = np.array(block_ids, dtype=np.int32)
-    return Row(seq_id, token_ids, first_position, blocks, PARAMS, output_index, masked_ids)
+    first = () if output_index is None else (SampleRow(PARAMS, output_index, masked_ids),)
+    return Row(seq_id, token_ids, first_position, blocks, (*first, *after_drafts))
 
 
 def test_a_mixed_step_is_laid_out_without_padding_decodes_first() -> None:
@@ -46,18 +46,16 @@ def test_a_mixed_step_is_laid_out_without_padding_decodes_first() -> None:
 
 
 def test_a_row_with_draft_tokens_is_sampled_at_its_last_tokens_in_order() -> None:
-    behind = tuple(SampleRow(PARAMS, output_index, (output_index,)) for output_index in (3, 4))
-    guessing = dataclasses.replace(
-        row(1, [10, 11, 12, 13], 2, [5, 9], output_index=2, masked_ids=(2,)), behind_drafts=behind
-    )
-    single = dataclasses.replace(row(3, [30, 31], 5, [1, 2], output_index=2), behind_drafts=behind[:1])
+    after = tuple(SampleRow(PARAMS, output_index, (output_index,)) for output_index in (3, 4))
+    guessing = row(1, [10, 11, 12, 13], 2, [5, 9], output_index=2, masked_ids=(2,), after_drafts=after)
+    single = row(3, [30, 31], 5, [1, 2], output_index=2, after_drafts=after[:1])
     batch = build_inputs([guessing, row(2, [20], 4, [7, 3], output_index=1), single], block_size=4)
     inputs = batch.inputs
     assert inputs.token_ids.tolist() == [20, 10, 11, 12, 13, 30, 31]
     assert inputs.logits_indices.tolist() == [0, 2, 3, 4, 5, 6]
     assert batch.sampled_seq_ids == [2, 1, 1, 1, 3, 3]
-    assert [choice.output_index for choice in batch.sample_rows] == [1, 2, 3, 4, 2, 3]
-    assert [choice.masked_ids for choice in batch.sample_rows] == [(), (2,), (3,), (4,), (), (3,)]
+    assert [each.output_index for each in batch.sample_rows] == [1, 2, 3, 4, 2, 3]
+    assert [each.masked_ids for each in batch.sample_rows] == [(), (2,), (3,), (4,), (), (3,)]
     assert inputs.num_decodes == 1
 
 
@@ -108,5 +106,5 @@ def test_every_token_has_the_slot_of_its_position(
     lengths = np.diff(inputs.query_start_loc)
     assert (lengths[: inputs.num_decodes] == 1).all()
     assert (lengths[inputs.num_decodes :] > 1).all()
-    last_tokens = [r.token_ids[-1] for r in rows if r.output_index is not None]
+    last_tokens = [r.token_ids[-1] for r in rows if r.sample_rows]
     assert sorted(inputs.token_ids[inputs.logits_indices].tolist()) == sorted(last_tokens)

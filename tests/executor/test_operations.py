@@ -150,7 +150,7 @@ def test_embeddings_are_rows_of_the_packed_table(kind: str, dtype: torch.dtype) 
     under_test = operations(kind, of)
     token_ids = [0, 271, 16, 16, 15, 100, 101, 102, 103, 104]
     blocks = np.zeros(len(token_ids), dtype=np.int32)
-    row = Row(0, token_ids, 0, blocks, SamplingParams(max_tokens=1), 0, ())
+    row = Row(0, token_ids, 0, blocks, (SampleRow(SamplingParams(max_tokens=1), 0, ()),))
     step = under_test.prepare(build_inputs([row], of.block_size).inputs)
     packed = under_test.pack(table.clone(), None)
     assert torch.equal(under_test.embed(step, packed, 1.0), table[token_ids].float())
@@ -198,7 +198,13 @@ class Context:
     def rows_of(self, parts: list[tuple[int, int, int]]) -> tuple[StepInputs, Tensor]:
         """Tokens `start` to `end` of sequences, as (sequence, start, end): inputs, and their qkv."""
         rows = [
-            Row(index, [0] * (end - start), start, self.tables[index], SamplingParams(max_tokens=1), 0, ())
+            Row(
+                index,
+                [0] * (end - start),
+                start,
+                self.tables[index],
+                (SampleRow(SamplingParams(max_tokens=1), 0, ()),),
+            )
             for index, start, end in parts
         ]
         offsets = np.cumsum([0, *self.seq_lens])
@@ -231,7 +237,13 @@ class Context:
             keys[index, : len(tokens)] = split[:, heads : heads + of.num_kv_heads]
             values[index, : len(tokens)] = split[:, heads + of.num_kv_heads :]
         rows = [
-            Row(i, [0] * (end - start), start, np.array([i]), SamplingParams(max_tokens=1), 0, ())
+            Row(
+                i,
+                [0] * (end - start),
+                start,
+                np.array([i]),
+                (SampleRow(SamplingParams(max_tokens=1), 0, ()),),
+            )
             for i, start, end in parts
         ]
         _, qkv = self.rows_of(parts)

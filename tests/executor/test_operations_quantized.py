@@ -12,7 +12,7 @@ from executor.model.quantized import BLOCK_SIZE, QuantizedMatrix, quantized
 from executor.operations.base import Activation, Norm
 from executor.operations.cpu import CpuOperations
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from tests.executor.test_operations import (
     DTYPES,
     either_dtype,
@@ -119,7 +119,7 @@ def test_embeddings_are_rows_of_the_packed_table(kind: str, bits: int) -> None:
     under_test = CpuOperations(kernels(kind), of)
     table = matrix_of(np.random.default_rng(0), 266, 40, bits)
     token_ids = [0, 265, 16, 16, 15, 100]
-    row = Row(0, token_ids, 0, np.zeros(6, dtype=np.int32), SamplingParams(max_tokens=1), 0, ())
+    row = Row(0, token_ids, 0, np.zeros(6, dtype=np.int32), (SampleRow(SamplingParams(max_tokens=1), 0, ()),))
     step = under_test.prepare(build_inputs([row], of.block_size).inputs)
     embedded = under_test.embed(step, under_test.pack(table, None), 1.5)
     torch.testing.assert_close(embedded, table.dequantized()[token_ids] * 1.5, rtol=1e-6, atol=1e-6)

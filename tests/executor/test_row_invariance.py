@@ -76,7 +76,9 @@ def test_b63_bits_are_the_same_after_preemptions_and_on_a_shared_prefix(dtype: s
     free = iter(np.random.default_rng(1).permutation(runner.num_blocks).astype(np.int32))
 
     def computed(blocks: list[np.int32], start: int, end: int) -> torch.Tensor:
-        row = Row(1, PROBE[start:end], start, np.array(blocks), SamplingParams(max_tokens=1), 0, ())
+        row = Row(
+            1, PROBE[start:end], start, np.array(blocks), (SampleRow(SamplingParams(max_tokens=1), 0, ()),)
+        )
         inputs = build_inputs([row], 16).inputs
         return runner.logits(replace(inputs, logits_indices=np.arange(end - start))).clone()
 
@@ -100,10 +102,10 @@ def test_b63_bits_are_the_same_beside_wrong_guesses_and_where_those_are_overwrit
     found, start = [], 0
     while start < NUM_TOKENS:
         right, wrong = PROBE[start : start + 1 + start % 4], [255 - start % 256] * (start % 7)
-        behind = (SampleRow(params, 1, ()),) * (len(right) - 1 + len(wrong))
+        sample_rows = (SampleRow(params, 0, ()),) * (len(right) + len(wrong))
         rows = [
-            Row(1, [*right, *wrong], start, blocks, params, 0, (), behind_drafts=behind),
-            Row(2, NEIGHBOURS[start % 60], 0, np.arange(14, 28, dtype=np.int32), params, 0, ()),
+            Row(1, [*right, *wrong], start, blocks, sample_rows),
+            Row(2, NEIGHBOURS[start % 60], 0, np.arange(14, 28, dtype=np.int32), (SampleRow(params, 0, ()),)),
         ]
         batch = build_inputs(rows, 16)
         logits = runner.logits(batch.inputs)
@@ -121,7 +123,7 @@ def test_b63_reported_logprobs_are_the_same_floats_among_others(dtype: str, fold
         """What the last of `sequences` gets, all of them in one step."""
         free = iter(np.random.default_rng(len(sequences)).permutation(runner.num_blocks).astype(np.int32))
         rows = [
-            Row(seq_id, ids, 0, np.array([next(free) for _ in range(13)]), params, 0, ())
+            Row(seq_id, ids, 0, np.array([next(free) for _ in range(13)]), (SampleRow(params, 0, ()),))
             for seq_id, ids in enumerate(sequences)
         ]
         batch = build_inputs(rows, 16)

@@ -12,7 +12,7 @@ from executor.device import StepOutput
 from executor.inputs import build_inputs
 from executor.model import ModelError
 from executor.plan import BatchPlan, NewSequence, SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from executor.runner import ModelRunner
 from executor.sequences import SequenceTable
 from tests.executor.numerics import load, one_shot_logits, reference_logits
@@ -41,10 +41,9 @@ class Batch:
         for index in indices:
             tokens, start = self.tokens[index], self.computed[index]
             end = min(len(tokens), start + budget)
-            output_index = len(tokens) - self.num_prompt_tokens[index] if end == len(tokens) else None
-            rows.append(
-                Row(index, tokens[start:end], start, self.tables[index], self.params[index], output_index, ())
-            )
+            sample_row = SampleRow(self.params[index], len(tokens) - self.num_prompt_tokens[index], ())
+            sample_rows = (sample_row,) if end == len(tokens) else ()
+            rows.append(Row(index, tokens[start:end], start, self.tables[index], sample_rows))
             self.computed[index] = end
         batch = build_inputs(rows, self.runner.block_size)
         output = self.runner.step(batch.inputs, batch.sample_rows)

@@ -81,9 +81,9 @@ def plan(
 def run(
     t: SequenceTable, p: BatchPlan, *token_ids: int, errors: list[str | None] | None = None
 ) -> StepResult:
-    """Apply a plan and commit `token_ids`, one for each choice of each row in the plan's order."""
+    """Apply a plan and commit `token_ids`, one for each sample row of each row in the plan's order."""
     rows = t.apply(p)
-    sampling = [row.seq_id for row in rows for _ in row.choices]
+    sampling = [row.seq_id for row in rows for _ in row.sample_rows]
     assert len(sampling) == len(token_ids), "the test must sample each sampling row"
     sampled = Sampled(list(token_ids), [None] * len(token_ids), errors or [None] * len(token_ids))
     return t.commit(p, sampling, sampled)
@@ -97,7 +97,7 @@ def test_a_row_carries_its_tokens_position_and_whole_block_table() -> None:
     (row,) = t.apply(plan(1, {5: 2}, admitted=(new(5, (7, 8, 6)),)))
     assert (row.seq_id, row.token_ids, row.first_position) == (5, [7, 8], 0)
     assert row.block_ids.tolist() == [0, 1, 2]
-    assert row.output_index is None
+    assert row.sample_rows == ()
 
 
 def test_b22_a_prompt_samples_only_with_its_last_token() -> None:
@@ -112,7 +112,7 @@ def test_a_decode_computes_the_token_that_the_step_before_sampled() -> None:
     t = table()
     run(t, plan(1, {5: 3}, admitted=(new(5),)), 42)
     (row,) = t.apply(plan(2, {5: 1}, positions_sum=3))
-    assert (row.token_ids, row.first_position, row.output_index) == ([42], 3, 1)
+    assert (row.token_ids, row.first_position, row.sample_rows[0].output_index) == ([42], 3, 1)
 
 
 def test_results_stand_in_the_plans_order_whatever_the_order_of_sampling() -> None:
@@ -132,7 +132,7 @@ def test_resumed_output_counts_and_the_prompt_is_the_clients() -> None:
     t = table()
     resumed = new(5, (1, 2, 3, 50, 51), num_prompt_tokens=3, max_tokens=4, min_tokens=3)
     (row,) = t.apply(plan(1, {5: 5}, admitted=(resumed,)))
-    assert (row.output_index, row.masked_ids) == (2, (EOS,))
+    assert (row.sample_rows[0].output_index, row.sample_rows[0].masked_ids) == (2, (EOS,))
     first = t.commit(plan(1), [5], Sampled([52], [None], [None]))
     second = run(t, plan(2, {5: 1}, positions_sum=5), 53)
     assert first.finished == ()
@@ -142,7 +142,7 @@ def test_resumed_output_counts_and_the_prompt_is_the_clients() -> None:
 def test_a_sequence_starts_where_its_computed_prefix_ends() -> None:
     t = table()
     (row,) = t.apply(plan(1, {5: 2}, positions_sum=4, admitted=(new(5, range(1, 7), num_computed=4),)))
-    assert (row.token_ids, row.first_position, row.output_index) == ([5, 6], 4, 0)
+    assert (row.token_ids, row.first_position, row.sample_rows[0].output_index) == ([5, 6], 4, 0)
 
 
 def test_new_blocks_are_appended_in_order() -> None:
@@ -262,17 +262,21 @@ def test_a_row_has_its_draft_tokens_behind_the_known_ones_and_a_choice_behind_ea
     t = drafting()
     admitted = (new(1, min_tokens=3, seed=5), new(2))
     (row, other) = t.apply(plan(1, {1: 5, 2: 2}, admitted=admitted, draft_tokens=((1, (40, 41)),)))
-    assert (row.token_ids, row.draft, row.first_position) == ([1, 2, 3, 40, 41], [40, 41], 0)
-    assert [(c.output_index, c.masked_ids) for c in row.choices] == [(0, (EOS,)), (1, (EOS,)), (2, (EOS,))]
-    assert all(choice.params is row.params for choice in row.choices)
-    assert (other.draft, other.choices) == ([], ())
+    assert (row.token_ids, row.draft_token_ids, row.first_position) == ([1, 2, 3, 40, 41], [40, 41], 0)
+    assert [(each.output_index, each.masked_ids) for each in row.sample_rows] == [
+        (0, (EOS,)),
+        (1, (EOS,)),
+        (2, (EOS,)),
+    ]
+    assert len({id(each.params) for each in row.sample_rows}) == 1
+    assert (other.draft_token_ids, other.sample_rows) == ([], ())
 
 
 def test_the_end_tokens_are_held_back_by_each_places_own_output_index() -> None:
     (row,) = drafting().apply(
         plan(1, {1: 6}, admitted=(new(1, min_tokens=2),), draft_tokens=((1, (4, 5, 6)),))
     )
-    assert [choice.masked_ids for choice in row.choices] == [(EOS,), (EOS,), (), ()]
+    assert [each.masked_ids for each in row.sample_rows] == [(EOS,), (EOS,), (), ()]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +289,7 @@ def test_the_end_tokens_are_held_back_by_each_places_own_output_index() -> None:
         ((50, 40, 41), 1),
     ],
 )
-def test_one_token_is_taken_and_one_behind_each_right_draft_token(
+def test_one_token_is_taken_and_one_after_each_right_draft_token(
     sampled: tuple[int, ...], num_taken: int
 ) -> None:
     t = drafting()
@@ -293,7 +297,7 @@ def test_one_token_is_taken_and_one_behind_each_right_draft_token(
     assert (result.num_sampled, result.token_ids) == ((num_taken,), sampled[:num_taken])
     (row,) = t.apply(plan(2, {1: 1}, positions_sum=2 + num_taken))
     assert (row.token_ids, row.first_position) == ([sampled[num_taken - 1]], 2 + num_taken)
-    assert row.output_index == num_taken
+    assert row.sample_rows[0].output_index == num_taken
 
 
 def test_rows_with_draft_tokens_stand_beside_others_in_any_order_of_sampling() -> None:
@@ -354,7 +358,7 @@ def test_a_place_that_cannot_be_sampled_is_left_to_the_next_step_unless_it_is_th
     assert (first.token_ids, [error.seq_id for error in first.errors]) == ((), [1])
 
 
-def test_what_penalties_count_behind_a_draft_token_is_what_they_count_once_it_was_taken() -> None:
+def test_what_penalties_count_after_a_draft_token_is_what_they_count_once_it_was_taken() -> None:
     def counted(adjustment: Adjustment | None) -> dict[int, int]:
         assert adjustment is not None
         seen = adjustment.seen
@@ -364,17 +368,17 @@ def test_what_penalties_count_behind_a_draft_token_is_what_they_count_once_it_wa
     t = drafting()
     admitted = (new(1, (1, 2), presence_penalty=1.0),)
     (row,) = t.apply(plan(1, {1: 4}, admitted=admitted, draft_tokens=((1, (40, 40)),)))
-    behind = [counted(choice.adjustment) for choice in row.choices]
-    assert behind == [{}, {40: 1}, {40: 2}]
+    seen = [counted(each.adjustment) for each in row.sample_rows]
+    assert seen == [{}, {40: 1}, {40: 2}]
     t.commit(plan(1), [1, 1, 1], Sampled([40, 41, 7], [None] * 3, [None] * 3))
     (row,) = t.apply(plan(2, {1: 1}, positions_sum=3))
-    assert counted(row.adjustment) == {40: 1, 41: 1}
+    assert counted(row.sample_rows[0].adjustment) == {40: 1, 41: 1}
 
 
 def test_bias_alone_is_shared_by_all_places_of_a_row() -> None:
     admitted = (new(1, logit_bias=((5, 1.0),)),)
     (row,) = drafting().apply(plan(1, {1: 5}, admitted=admitted, draft_tokens=((1, (40, 41)),)))
-    assert len({id(choice.adjustment) for choice in row.choices}) == 1
+    assert len({id(each.adjustment) for each in row.sample_rows}) == 1
 
 
 def test_a_row_with_draft_tokens_scores_no_more_of_the_prompt_than_there_is() -> None:
@@ -563,7 +567,7 @@ def test_b53_a_top_k_above_the_vocabulary_is_no_error(top_k: int) -> None:
 
 def test_a_sequence_without_wishes_has_no_adjustment() -> None:
     (row,) = table().apply(plan(1, {1: 3}, admitted=(new(1, logprobs=2, min_tokens=1),)))
-    assert row.adjustment is None
+    assert row.sample_rows[0].adjustment is None
 
 
 @pytest.mark.parametrize("num_known", [0, 1, 2])
@@ -576,8 +580,9 @@ def test_b09_b57_what_was_seen_is_the_same_after_a_preemption(num_known: int) ->
         run(t, plan(step, {1: 1}, positions_sum=len(known) + step - 2), token_id)
     step = 4 - num_known
     (row,) = t.apply(plan(step, {1: 1}, positions_sum=len(known) + step - 2))
-    assert row.adjustment is not None
-    seen = row.adjustment.seen
+    (sample_row,) = row.sample_rows
+    assert sample_row.adjustment is not None
+    seen = sample_row.adjustment.seen
     assert seen is not None
     assert dict(zip(seen.ids.tolist(), seen.counts.tolist(), strict=True)) == {1: 0, 2: 0, 4: 2, 5: 1}
 

@@ -18,7 +18,7 @@ from executor.kernels.library import fastest
 from executor.kv_cache import LayerCache, layers_of
 from executor.operations.cpu import CpuOperations
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 from executor.staging import on_device
 from tests.gpu.machine import Machine, Report, WrongError
 
@@ -32,7 +32,7 @@ def rows_on(tables: list[np.ndarray], lengths: list[tuple[int, int]], block_size
     """Rows of (query tokens, context) on the blocks of `tables`."""
     params = SamplingParams(max_tokens=1)
     rows = [
-        Row(seq_id, [0] * query_len, seq_len - query_len, table.astype(np.int32), params, 0, ())
+        Row(seq_id, [0] * query_len, seq_len - query_len, table.astype(np.int32), (SampleRow(params, 0, ()),))
         for seq_id, ((query_len, seq_len), table) in enumerate(zip(lengths, tables, strict=True), start=1)
     ]
     return build_inputs(rows, block_size).inputs

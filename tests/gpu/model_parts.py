@@ -146,7 +146,7 @@ class Model:
             blocks = np.array([free.pop() for _ in range(-(-length // self.block_size))], dtype=np.int32)
             token_id = IN_FLIGHT if in_flight else int(rng.integers(self.config.vocab_size))
             adjustment = adjustment_of(params, (1, 2, 3), (4,))
-            rows.append(Row(seq_id, [token_id], length - 1, blocks, params, 1, (), adjustment))
+            rows.append(Row(seq_id, [token_id], length - 1, blocks, (SampleRow(params, 1, (), adjustment),)))
         return build_inputs(rows, self.block_size)
 
 

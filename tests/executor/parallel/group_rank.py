@@ -15,7 +15,7 @@ from executor.parallel.errors import RankLostError
 from executor.parallel.group import FRAME_BYTES, Group
 from executor.parallel.place import Place
 from executor.plan import SamplingParams
-from executor.rows import Row
+from executor.rows import Row, SampleRow
 
 WIDTH = 48
 PLACES = (0, 5, 63)
@@ -30,7 +30,7 @@ def inputs_of(num_tokens: int) -> StepInputs:
     """A step of one sequence."""
     blocks = np.arange(-(-num_tokens // 16), dtype=np.int32)
     return build_inputs(
-        [Row(0, list(range(num_tokens)), 0, blocks, SamplingParams(max_tokens=1), 0, ())], 16
+        [Row(0, list(range(num_tokens)), 0, blocks, (SampleRow(SamplingParams(max_tokens=1), 0, ()),))], 16
     ).inputs
 
 

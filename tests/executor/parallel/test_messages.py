@@ -12,7 +12,7 @@ from executor.plan import SamplingParams
 from executor.rows import PromptStretch, Row, SampleRow
 
 BLOCK_SIZE = 16
-CHOICE = SampleRow(SamplingParams(max_tokens=1), 1, ())
+SAMPLE_ROW = SampleRow(SamplingParams(max_tokens=1), 1, ())
 
 
 @st.composite
@@ -30,11 +30,8 @@ def rows(draw: st.DrawFn) -> list[Row]:
                 draw(st.lists(st.integers(0, 2**31), min_size=count, max_size=count)),
                 first,
                 blocks,
-                SamplingParams(max_tokens=1),
-                draw(st.none() | st.just(0)),
-                (),
+                (SAMPLE_ROW,) * draw(st.integers(0, count)),
                 scored=draw(st.none() | st.just(stretch)),
-                behind_drafts=(CHOICE,) * draw(st.integers(0, count - 1)),
             )
         )
     return found
