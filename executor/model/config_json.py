@@ -71,7 +71,7 @@ def _every_nth_full(pattern: int, num_layers: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertDefaults:
     """How a family speaks of its experts, and what its absent settings mean."""
 
     num_experts: int
@@ -103,7 +103,7 @@ class Family:
     """`sliding_window` when it is absent; null is none. Not a word of families with full layers alone."""
     window_switch: str | None = None
     """The switch without which no layer has a window."""
-    experts: Experts | None = None
+    experts: ExpertDefaults | None = None
     always_qkv_bias: bool = False
     qkv_bias_switch: str | None = None
     """The switch that takes these biases away, if there is one."""
@@ -162,7 +162,7 @@ FAMILIES = {
         attention_bias=False,
         rope_theta=1_000_000.0,
         rms_norm_eps=1e-5,
-        experts=Experts(8, 2, size_name="intermediate_size", always_normed=True),
+        experts=ExpertDefaults(8, 2, size_name="intermediate_size", always_normed=True),
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe",
@@ -173,7 +173,7 @@ FAMILIES = {
         always_qkv_bias=True,
         qkv_bias_switch="qkv_bias",
         attention_bias=False,
-        experts=Experts(60, 4, size=1408, dense_layers=True, shared_size=5632),
+        experts=ExpertDefaults(60, 4, size=1408, dense_layers=True, shared_size=5632),
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
@@ -182,7 +182,7 @@ FAMILIES = {
         window=4096,
         window_switch="use_sliding_window",
         qk_norm=True,
-        experts=Experts(128, 8, size=768, dense_layers=True),
+        experts=ExpertDefaults(128, 8, size=768, dense_layers=True),
     ),
     "OlmoeForCausalLM": Family(
         "olmoe",
@@ -191,7 +191,7 @@ FAMILIES = {
         norms_heads_together=True,
         clips_qkv=True,
         rms_norm_eps=1e-5,
-        experts=Experts(64, 8, size_name="intermediate_size"),
+        experts=ExpertDefaults(64, 8, size_name="intermediate_size"),
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2",
@@ -383,7 +383,7 @@ def layer_kinds(raw: Settings, family: Family) -> tuple[LayerKind, ...]:
     )
 
 
-def _layers_with_experts(raw: Settings, experts: Experts | None, num_layers: int) -> Collection[int]:
+def _layers_with_experts(raw: Settings, experts: ExpertDefaults | None, num_layers: int) -> Collection[int]:
     if experts is None:
         return ()
     if not experts.dense_layers:
@@ -397,7 +397,7 @@ def _layers_with_experts(raw: Settings, experts: Experts | None, num_layers: int
     return set(range(step - 1, num_layers, step)) - set(dense)
 
 
-def _mixture(raw: Settings, experts: Experts) -> Mixture:
+def _mixture(raw: Settings, experts: ExpertDefaults) -> Mixture:
     """What takes the MLP's place. `num_experts` and `num_local_experts` are one thing: versions differ."""
     counts = [
         raw.integer(name, at_most=MAX_EXPERTS)

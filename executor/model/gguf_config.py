@@ -51,7 +51,7 @@ _UNSERVED_ROUTING: Mapping[str, tuple[float, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertDefaults:
     """What an architecture's absent settings mean for its experts."""
 
     are_optional: bool = False
@@ -77,7 +77,7 @@ class Architecture:
     window: int | None = None
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
-    experts: Experts | None = None
+    experts: ExpertDefaults | None = None
     num_layers_at_27b: int = 0
     """So many layers has the size whose attention scale comes from hidden_size / num_heads."""
     rope_theta: float = 10_000.0
@@ -87,13 +87,14 @@ class Architecture:
 
 ARCHITECTURES = {
     "llama": Architecture(
-        has_neighbour_rows=True, experts=Experts(are_optional=True, norm_topk_prob=True, shares_size=True)
+        has_neighbour_rows=True,
+        experts=ExpertDefaults(are_optional=True, norm_topk_prob=True, shares_size=True),
     ),
     "qwen2": Architecture(),
     "qwen3": Architecture(qk_norm=True),
-    "qwen2moe": Architecture(experts=Experts(has_shared=True)),
-    "qwen3moe": Architecture(qk_norm=True, experts=Experts(norm_topk_prob=True)),
-    "olmoe": Architecture(qk_norm=True, norms_heads_together=True, experts=Experts(shares_size=True)),
+    "qwen2moe": Architecture(experts=ExpertDefaults(has_shared=True)),
+    "qwen3moe": Architecture(qk_norm=True, experts=ExpertDefaults(norm_topk_prob=True)),
+    "olmoe": Architecture(qk_norm=True, norms_heads_together=True, experts=ExpertDefaults(shares_size=True)),
     "gemma2": Architecture(
         is_gemma=True,
         full_every=2,
@@ -170,7 +171,7 @@ def config_from_metadata(
     )
 
 
-def _mixture(said: Settings, experts: Experts | None) -> Mixture | None:
+def _mixture(said: Settings, experts: ExpertDefaults | None) -> Mixture | None:
     if experts is None and said.get("expert_count"):
         raise said.refused("expert_count", "none, for this architecture has no experts")
     if experts is None or (experts.are_optional and not said.get("expert_count")):

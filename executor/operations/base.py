@@ -64,12 +64,10 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts as the operations packed it."""
+    """A mixture of experts as the operations packed it; each kind of them adds the MLPs in its own form."""
 
     router: Tensor
-    """Float32 `[num_experts, hidden_size]`; below them the gate of the shared expert, if there is one."""
-    mlps: tuple[Mlp, ...]
-    """Those that are routed to, then the shared one."""
+    """Float32, in the operations' own form: a row for each expert, and one for the gate of a shared one."""
     mixture: Mixture
 
 
@@ -106,7 +104,10 @@ class Operations(Protocol):
         """An MLP's first projection, for `gated`: gate rows, then as many up rows."""
 
     def pack_experts(self, router: Tensor, mlps: Sequence[Mlp], mixture: Mixture) -> Experts:
-        """A mixture of packed MLPs, and the rows that weigh them: see `Experts`."""
+        """A mixture of packed MLPs: those that are routed to, then the shared one, if there is one.
+
+        `router` is float32 `[num_experts, hidden_size]`, with a row more for the shared expert's gate.
+        """
 
     # --- once per step ------------------------------------------------------------------------------
 

@@ -75,10 +75,13 @@ class PackedLinear(Linear):
 class PackedExperts(Experts):
     """A mixture in panels, with the call that computes it, as far as it is known."""
 
+    mlps: tuple[Mlp, ...]
+    """Kept because the calls only have their addresses."""
     call: MixtureCall
     gate_up: ctypes.Array[LinearCall]
     """Where `call` looks for each expert's projections."""
     down: ctypes.Array[LinearCall]
+    """The same."""
     widest: int
     """Columns of the widest expert's middle."""
 
@@ -195,7 +198,7 @@ class CpuOperations:
             out_features=mlps[0].down.out_features,
         )
         widest = max(mlp.down.in_features for mlp in mlps)
-        return PackedExperts(packed_router.weight, tuple(mlps), mixture, call, gate_up, down, widest)
+        return PackedExperts(packed_router.weight, mixture, tuple(mlps), call, gate_up, down, widest)
 
     def _packed(
         self,

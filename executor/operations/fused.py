@@ -37,12 +37,14 @@ _HALVES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts(Experts):
-    """A mixture whose routed experts are one tensor for each projection; `mlps` is the shared one, if any."""
+    """A mixture whose routed experts are one tensor for each projection."""
 
     gate_up: Tensor
     """`[num_experts, 2 * intermediate_size, hidden_size]`"""
     down: Tensor
     """`[num_experts, hidden_size, intermediate_size]`"""
+    shared: Mlp | None
+    """The expert that every token has."""
 
 
 class FusedOperations(PlainOperations):
@@ -93,10 +95,10 @@ class FusedOperations(PlainOperations):
         routed_to, shared = mlps[: mixture.num_experts], mlps[mixture.num_experts :]
         return StackedExperts(
             router,
-            tuple(shared),
             mixture,
             gate_up=torch.stack([mlp.gate_up.weight for mlp in routed_to]),
             down=torch.stack([mlp.down.weight for mlp in routed_to]),
+            shared=shared[0] if shared else None,
         )
 
     def mixture(self, inputs: Tensor, experts: Experts, activation: Activation) -> Tensor:
@@ -111,9 +113,9 @@ class FusedOperations(PlainOperations):
         own = torch.arange(len(middle), device=middle.device)
         updates = self._multiplied(middle, own, experts.down, rows, rows_per_tile)
         total = (updates[rows.places].float() * weights[:, :per_token, None]).sum(dim=1)
-        for mlp in experts.mlps:
-            update = self.linear(self.gated(inputs, mlp.gate_up, activation), mlp.down)
-            total = total + update.float() * weights[:, per_token:]
+        if experts.shared is not None:
+            middle = self.gated(inputs, experts.shared.gate_up, activation)
+            total = total + self.linear(middle, experts.shared.down).float() * weights[:, per_token:]
         return total.to(self._spec.dtype)
 
     def _multiplied(

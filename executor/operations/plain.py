@@ -5,6 +5,7 @@ rows. Rotation and norms are computed in float32.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ from executor.model.config import Mixture
 from executor.operations.base import Activation, Experts, Linear, Matrix, Mlp, Norm, StepTensors
 from executor.rows import SampleRow
 from executor.staging import StepArrays, on_device
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExperts(Experts):
+    """A mixture as it was given."""
+
+    mlps: tuple[Mlp, ...]
 
 
 class PlainOperations:
@@ -45,7 +53,7 @@ class PlainOperations:
 
     def pack_experts(self, router: Tensor, mlps: Sequence[Mlp], mixture: Mixture) -> Experts:
         """As they are."""
-        return Experts(router, tuple(mlps), mixture)
+        return PlainExperts(router, mixture, tuple(mlps))
 
     def prepare(self, inputs: StepInputs) -> StepTensors:
         """The step's arrays on the device."""
@@ -107,6 +115,7 @@ class PlainOperations:
 
     def mixture(self, inputs: Tensor, experts: Experts, activation: Activation) -> Tensor:
         """Expert by expert, each with the tokens that chose it."""
+        assert isinstance(experts, PlainExperts)
         chosen, weights = routed(functional.linear(inputs.float(), experts.router), experts.mixture)
         total = torch.zeros(inputs.shape[0], experts.router.shape[1])
         for expert in sorted(set(chosen.flatten().tolist())):
