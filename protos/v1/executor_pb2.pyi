@@ -292,8 +292,8 @@ Global___BlockCopy: _TypeAlias = BlockCopy  # noqa: Y015
 
 @_typing.final
 class DraftTokens(_message.Message):
-    """Guesses for the next tokens of a row that reaches its last known token. The row computes them behind its known
-    tokens (`num_tokens` counts them too) and samples once more behind each guess that was right, that is, equal to the
+    """Guesses for the next tokens of a row that reaches its last known token. The row computes them after its known
+    tokens (`num_tokens` counts them too) and samples once more after each guess that was right, that is, equal to the
     token sampled in its place. What it computed from the first wrong guess on counts as not computed. So guesses change
     how many tokens a step samples, and never which. Until a plan acknowledges this step, the sequence has no other row.
     """
