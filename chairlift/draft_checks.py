@@ -29,7 +29,7 @@ _NUM_DRAFTS: Final = 3
 _NUM_OUTPUT: Final = 10
 
 Guess = Callable[[Sequence[int]], Sequence[int]]
-"""What is guessed to come behind an output; may be more than fits."""
+"""What is guessed to come after an output; may be more than fits."""
 
 
 @dataclass(slots=True)
@@ -88,11 +88,11 @@ class _Speaking:
         require(named == [new.seq_id], f"step {result.step_id} tells of {named}, not of {[new.seq_id]}")
         told.num_steps += 1
         tokens = tokens_by_sequence(result)[new.seq_id]
-        require(bool(tokens), f"step {result.step_id} sampled nothing behind the last known token")
+        require(bool(tokens), f"step {result.step_id} sampled nothing after the last known token")
         num_right = len(tokens) - 1
         require(
             tokens[:-1] == list(draft[:num_right]),
-            f"the draft tokens {draft} were checked, and {tokens} came: one is behind a wrong guess",
+            f"the draft tokens {draft} were checked, and {tokens} came: one is after a wrong guess",
         )
         ends = set(new.sampling.stop_token_ids)
         if len(told.tokens) + num_right > new.sampling.min_tokens:

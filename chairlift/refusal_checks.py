@@ -207,7 +207,7 @@ async def entries_of_draft_tokens_fit(subject: Subject) -> None:
 
 
 async def draft_tokens_fit_their_row(subject: Subject) -> None:
-    """With "draft_tokens", a row ends with them, and reaches them, and one more may be sampled behind."""
+    """With "draft_tokens", a row ends with the last one, and one token more may be sampled after it."""
     offers(await subject.open(), "draft_tokens")
 
     def before_the_last(plan: executor_pb2.BatchPlan) -> None:

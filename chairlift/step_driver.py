@@ -149,7 +149,7 @@ class Epoch:
     ) -> executor_pb2.BatchPlan:
         """The next plan: `rows` maps sequences to tokens, `grow` to new blocks. Belief moves with it.
 
-        `guess` maps sequences to draft tokens, which are computed behind the tokens of `rows`.
+        `guess` maps sequences to draft tokens, which are computed after the tokens of `rows`.
         """
         rows, grow, guess = rows or {}, grow or {}, guess or {}
         self._num_plans += 1

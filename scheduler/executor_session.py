@@ -49,8 +49,8 @@ def _check_drafts(plan: BatchPlan, result: StepResult) -> None:
         followed = result.token_ids[start : max(start, end - 1)]
         if followed != draft[: len(followed)]:
             raise SessionBrokenError(
-                f"step {plan.step_id}: sequence {seq_id} has tokens behind {followed}, its draft tokens were "
-                f"{draft}: only a right one has another token behind it"
+                f"step {plan.step_id}: sequence {seq_id} has tokens after {followed}, its draft tokens were "
+                f"{draft}: only a right one has another token after it"
             )
 
 

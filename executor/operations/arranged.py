@@ -21,7 +21,7 @@ class Arranged:
     ends: Tensor
     """int64 `[num_experts]`, where each expert's rows end"""
     tile_experts: Tensor
-    """int64 `[most tiles]`; the number of experts behind the last tile"""
+    """int64 `[most tiles]`; the number of experts after the last tile"""
     tile_rows: Tensor
     """int64 `[most tiles]`, the first row of each"""
 

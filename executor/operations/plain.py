@@ -152,7 +152,7 @@ class PlainOperations:
 def routed(logits: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
     """Experts `[T, chosen]` of each token, ascending, and their weights, by what the router gives.
 
-    `logits` are float32 `[T, num_experts]`, and the shared expert's behind them, which is always chosen.
+    `logits` are float32 `[T, num_experts]`, and after them the shared expert's, which is always chosen.
     """
     probabilities = torch.softmax(logits[:, : mixture.num_experts], dim=-1)
     # Sorted, for `topk` takes any of equals.

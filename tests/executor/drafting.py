@@ -43,7 +43,7 @@ class Told:
 
 
 Decide = Callable[[Told], tuple[int, list[int]]]
-"""How many known tokens its row computes (0 for no row), and the draft tokens behind them."""
+"""How many known tokens its row computes (0 for no row), and the draft tokens after them."""
 
 
 def without_guesses(told: Told) -> tuple[int, list[int]]:
@@ -116,7 +116,7 @@ def _step(
         told, _, draft = rows[seq_id]
         ids = list(result.token_ids[start : start + count])
         start += count
-        assert ids[:-1] == draft[: count - 1], "a token is behind one that was not guessed"
+        assert ids[:-1] == draft[: count - 1], "a token is after one that was not guessed"
         told.token_ids += ids
         told.num_computed += max(0, count - 1)
     for seq_id, chances in result.logprobs:

@@ -231,8 +231,8 @@ def test_a_stop_that_is_none_breaks_the_session(
         ([9], None),
         ([5, 9], None),
         ([5, 6, 9], None),
-        ([9, 5], "sequence 1 has tokens behind [9], its draft tokens were [5, 6]"),
-        ([5, 9, 9], "sequence 1 has tokens behind [5, 9], its draft tokens were [5, 6]"),
+        ([9, 5], "sequence 1 has tokens after [9], its draft tokens were [5, 6]"),
+        ([5, 9, 9], "sequence 1 has tokens after [5, 9], its draft tokens were [5, 6]"),
     ],
 )
 def test_a_token_behind_a_wrong_guess_breaks_the_session(token_ids: list[int], fault: str | None) -> None:
