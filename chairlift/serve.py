@@ -85,7 +85,8 @@ class ServeSettings(Settings):
         default=None, description="Room a newcomer must find: reserve, forecast or optimistic."
     )
     num_speculative_tokens: int | None = Field(
-        default=None, description="Most tokens of a sequence that are guessed for one step; 0: none."
+        default=None,
+        description="Most tokens of a sequence that are guessed for one step (default: 8; 0: none).",
     )
     prefix_caching: bool | None = Field(
         default=None, description="Whether equal beginnings of prompts are computed once (default: yes)."
