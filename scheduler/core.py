@@ -414,8 +414,9 @@ class SchedulerCore(CoreState):
             self.inquiry.stepped(rows)
         self._apply_ends(state, result, outcome)
         if state.drafting is not None:
-            line, way_seconds = state.step_time.line, state.pace.way
-            state.drafting.learn(state.running, outcome.progressed, line, way_seconds)
+            # With a window of one, plans wait for all results anyway.
+            way_seconds = state.pace.way if state.session.window > 1 else 0.0
+            state.drafting.learn(state.running, outcome.progressed, state.step_time.line, way_seconds)
         return outcome
 
     def _apply_ends(self, state: ExecutorState, result: StepResult, outcome: Outcome) -> None:

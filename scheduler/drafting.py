@@ -7,8 +7,9 @@ full batch it is dear. So a row gets draft tokens while what it wins is worth mo
     right · (time of the step / its tokens)  >  tried · (time of a token)
 
 Guesses have a second price. They continue what is known, so the plan that has them must wait for all results,
-and the executor waits for the plan. Guesses are scored whether they are sent or not (`lookup`), so it is
-known beforehand whether both prices are worth paying. Pure.
+and the executor waits for the plan. No plan is sent behind it: it could have no rows of those that guess, and
+the batch would fall into two that take turns. Guesses are scored whether they are sent or not (`lookup`), so
+it is known beforehand whether both prices are worth paying: until they are, nothing is sent. Pure.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +33,7 @@ class Drafting:
         """`most`: draft tokens of a row."""
         self._most = most
         self.waits = False
-        """Whether the next plan is to wait for all results, so that it can have draft tokens."""
+        """Whether plans are to wait for all results, so that they can have draft tokens."""
 
     def learn(
         self,
@@ -55,8 +56,12 @@ class Drafting:
                 seq.guesses.learn(seq.token_ids)
         if line is None or not running:
             return
+        # Prompts in progress share the next step, and leave few tokens of it to guesses.
+        num_tokens = sum(
+            max(1, seq.num_computable_tokens - seq.num_computed_tokens) for seq in running.values()
+        )
         known = [seq.guesses for seq in running.values() if seq.guesses is not None]
-        gain_us = sum(max(0.0, _gain_us(guesses, len(running), line)) for guesses in known)
+        gain_us = sum(max(0.0, _gain_us(guesses, num_tokens, line)) for guesses in known)
         self.waits = gain_us > 1e6 * (_WAY_SECONDS if way_seconds is None else way_seconds)
 
     def guess(self, seq: Sequence, num_tokens: int, line: Line | None) -> TokenIds:

@@ -16,10 +16,13 @@ from scheduler.sequence import Sequence
 def add_draft_tokens(core: CoreState, state: ExecutorState, draft: PlanDraft, now: float) -> None:
     """Adds draft tokens to a plan that is complete otherwise: to rows that reach their last known token.
 
-    None while suspects are searched, and none for what was under way when an executor died: what executors
-    die of must not depend on guesses, or it is never found.
+    Only while plans wait for all results: none may be made behind draft tokens. None while suspects are
+    searched, and none for what was under way when an executor died: what executors die of must not depend on
+    guesses, or it is never found.
     """
-    if state.drafting is None or not 0 < len(draft.rows) <= MAX_ROWS or core.inquiry:
+    if state.drafting is None or not state.drafting.waits or core.inquiry:
+        return
+    if not 0 < len(draft.rows) <= MAX_ROWS:
         return
     line, max_step_us = state.step_time.line, core.limits.max_step_us
     within = None if max_step_us is None else state.step_time.tokens_within(max_step_us)

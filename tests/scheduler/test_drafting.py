@@ -16,6 +16,7 @@ CPU: Line = (9_000.0, 2_000.0)
 def guessing(right: float, tried: float, name: str = "r") -> Sequence:
     """One whose guesses have been so good."""
     seq = running(name, prompt_len=8, max_tokens=40)
+    seq.num_computed_tokens = len(seq.token_ids) - 1
     seq.guesses = Guesses(8, 4, right, tried, len(seq.token_ids), array("I", [5, 6, 7, 8]))
     return seq
 
@@ -59,6 +60,15 @@ def test_waiting_has_to_win_more_than_the_way_takes() -> None:
     assert waits(weak, guessing(0.3, 1.0, "other"), way_us=1_000.0) is False  # two share the step
     assert not waits(guessing(0.05, 4.0))
     assert waits(guessing(0.05, 4.0), guessing(4.0, 4.0, "good"))  # a bad one takes nothing from a good one
+
+
+def test_beside_a_prompt_in_progress_nobody_waits_for_guesses_that_it_leaves_no_tokens() -> None:
+    """At 9 ms for 200 tokens, a right guess is worth hardly more than the token that it costs."""
+    prompt = running("prompt", prompt_len=200, max_tokens=40)
+    assert waits(guessing(3.0, 4.0), way_us=500.0)
+    assert not waits(guessing(3.0, 4.0), prompt, way_us=500.0)
+    prompt.num_computed_tokens = 199
+    assert waits(guessing(3.0, 4.0), prompt, way_us=500.0)
 
 
 def test_in_a_large_batch_nothing_is_looked_up() -> None:

@@ -1,5 +1,6 @@
 """Draft tokens through the core: fewer steps, the same answers, and no limit passed for them."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -103,6 +104,39 @@ def test_a_plan_with_draft_tokens_waits_for_all_results_and_none_is_made_behind_
     assert h.plan() is None
     h.result()
     assert h.plan() is not None
+
+
+def test_no_plan_is_made_behind_draft_tokens_when_waiting_ceases_to_pay() -> None:
+    """A plan behind them has no row of those that guess: the batch would fall into two that take turns."""
+    h = harness()
+    h.submit("guesses", REPEATS, 200, ignore_eos=True)
+    h.submit("does not", DOES_NOT, 200, ignore_eos=True)
+    while not h.core.is_idle:
+        while h.plan() is not None:
+            pass
+        plan = h.executor.plans[0] if h.executor.plans else h.plans[-1]
+        way_us = 0 if plan.step_id < 20 else 2_000  # more than guesses win
+        h.now += (100 + 10 * sum(plan.num_tokens) + way_us) / 1e6
+        h.result()
+    h.check_outputs()
+    for plan, behind in pairwise(h.plans):
+        if plan.draft_tokens:
+            assert plan.acked_step_id == plan.step_id - 1
+            assert behind.acked_step_id == plan.step_id
+    assert 0 < sum(1 for plan in h.plans if plan.draft_tokens) < 10
+
+
+def test_an_executor_of_one_plan_at_a_time_loses_nothing_by_waiting() -> None:
+    """So guesses need not win a way's time there, however long it is."""
+    h = harness(max_window=1)
+    h.submit("r", REPEATS, 120, ignore_eos=True)
+    while not h.core.is_idle:
+        plan = h.plan()
+        assert plan is not None
+        h.now += (100 + 10 * sum(plan.num_tokens) + 10_000) / 1e6
+        h.result()
+    h.check_outputs()
+    assert h.core.counters.draft_tokens_accepted > 60
 
 
 def test_a_newcomer_enters_beside_draft_tokens_and_its_prompt_comes_before_them() -> None:
