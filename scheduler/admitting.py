@@ -12,7 +12,7 @@ from scheduler.core_state import CoreState
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Reason
 from scheduler.placement import Turn
-from scheduler.plan_draft import PlanDraft
+from scheduler.plan_builder import PlanBuilder
 from scheduler.recovery import recompute_budget
 from scheduler.sequence import Event, Sequence
 from scheduler.waiting import Policy
@@ -24,7 +24,7 @@ def give_out(
     core: CoreState,
     state: ExecutorState,
     unfinished: list[Sequence],
-    draft: PlanDraft,
+    builder: PlanBuilder,
     now: float,
     *,
     may_enter: bool,
@@ -43,29 +43,29 @@ def give_out(
         return
     if len(unfinished) > 1:
         _order(core, unfinished)
-    budget = draft.budget
+    budget = builder.budget
     state.num_queued_tokens = sum(seq.num_computable_tokens - seq.num_computed_tokens for seq in unfinished)
     alone = core.inquiry.only_these(state, now) if core.inquiry and may_enter else None
     newcomers = core.waiting if may_enter and alone is None else None
-    core.recovery_pace.begin(state, unfinished, draft, newcomers, now)
+    core.recovery_pace.begin(state, unfinished, builder, newcomers, now)
     turn = Turn(core.placement, state) if len(core.executors) > 1 else None
     try:
         for seq in unfinished:
             if may_enter and alone is None:
-                _admit(core, state, draft, turn, now, before=seq)
-            if draft.budget <= 0:
+                _admit(core, state, builder, turn, now, before=seq)
+            if builder.budget <= 0:
                 break
-            _chunk(core, seq, draft)
-        if draft.budget <= 0:
-            _give_turns(core, unfinished, draft, now)
+            _chunk(core, seq, builder)
+        if builder.budget <= 0:
+            _give_turns(core, unfinished, builder, now)
         if may_enter and alone is None:
-            _admit(core, state, draft, turn, now)
+            _admit(core, state, builder, turn, now)
     finally:
         state.made_way_for = None  # in this plan or not at all
         if turn is not None:
             _end_turn(core, state, turn)
-    _admit_alone(core, state, draft, alone, now)
-    state.num_queued_tokens -= budget - draft.budget
+    _admit_alone(core, state, builder, alone, now)
+    state.num_queued_tokens -= budget - builder.budget
 
 
 def _order(core: CoreState, unfinished: list[Sequence]) -> None:
@@ -78,10 +78,10 @@ def _order(core: CoreState, unfinished: list[Sequence]) -> None:
             unfinished.sort(key=lambda seq: (seq.importance, seq.latest_start))
 
 
-def _give_turns(core: CoreState, unfinished: list[Sequence], draft: PlanDraft, now: float) -> None:
+def _give_turns(core: CoreState, unfinished: list[Sequence], builder: PlanBuilder, now: float) -> None:
     """Prompts that better classes kept from tokens for too long come before them from the next step on."""
     served: dict[int, float] = {}  # the best importance in each class
-    for seq, _, _ in draft.filled:
+    for seq, _, _ in builder.filled:
         served[seq.request.priority] = min(seq.importance, served.get(seq.request.priority, math.inf))
     for seq in unfinished:
         if seq.num_computed_tokens == seq.num_computable_tokens:
@@ -95,7 +95,7 @@ def _give_turns(core: CoreState, unfinished: list[Sequence], draft: PlanDraft, n
 def _admit(
     core: CoreState,
     state: ExecutorState,
-    draft: PlanDraft,
+    builder: PlanBuilder,
     turn: Turn | None,
     now: float,
     before: Sequence | None = None,
@@ -113,16 +113,16 @@ def _admit(
     fills_at_once = core.batching is not Batching.ITERATION
     while turn is None or not turn.is_over:
         may_be_left = state.made_way_for is None
-        seq = state.made_way_for or next_one(core, state, now, may_recompute=draft.recompute_budget > 0)
+        seq = state.made_way_for or next_one(core, state, now, may_recompute=builder.recompute_budget > 0)
         if seq is not None and before is not None and not _passes(core, seq, before, now):
             return
         state.made_way_for = None
-        reason = entrance.obstacle(state, seq, has_budget=draft.budget > 0 or fills_at_once)
+        reason = entrance.obstacle(state, seq, has_budget=builder.budget > 0 or fills_at_once)
         if reason is not None or seq is None:
             core.clocks.set(reason or Reason.QUEUED_FOR_STEP, now)
             return
         giver = turn if may_be_left else None
-        if not _let_in(core, state, seq, draft, giver, now, follows=not fills_at_once, before=before):
+        if not _let_in(core, state, seq, builder, giver, now, follows=not fills_at_once, before=before):
             return
 
 
@@ -202,7 +202,7 @@ def _let_in(
     core: CoreState,
     state: ExecutorState,
     seq: Sequence,
-    draft: PlanDraft,
+    builder: PlanBuilder,
     turn: Turn | None,
     now: float,
     *,
@@ -230,23 +230,23 @@ def _let_in(
             if turn is not None and turn.give_away(seq, num_cached_tokens, now):
                 core.waiting.park(seq)
             else:
-                _place(core, state, seq, matched, draft, now, before)
+                _place(core, state, seq, matched, builder, now, before)
     return True
 
 
 def _admit_alone(
-    core: CoreState, state: ExecutorState, draft: PlanDraft, alone: list[Sequence] | None, now: float
+    core: CoreState, state: ExecutorState, builder: PlanBuilder, alone: list[Sequence] | None, now: float
 ) -> None:
     """Admits these and no others: executors have died, and one of these may be the reason."""
     if alone is None:
         return
     core.see_who_takes_newcomers()
     for seq in alone:
-        if entrance.obstacle(state, seq, has_budget=draft.budget > 0) is not None:
+        if entrance.obstacle(state, seq, has_budget=builder.budget > 0) is not None:
             return
         found = core.find_place(state, seq, follows=False)
         if isinstance(found, entrance.Fits) and state.suits(seq):
-            _place(core, state, seq, found.matched, draft, now)
+            _place(core, state, seq, found.matched, builder, now)
 
 
 def _place(
@@ -254,7 +254,7 @@ def _place(
     state: ExecutorState,
     seq: Sequence,
     matched: list[int],
-    draft: PlanDraft,
+    builder: PlanBuilder,
     now: float,
     before: Sequence | None = None,
 ) -> None:
@@ -279,30 +279,30 @@ def _place(
     seq.has_started = True
     seq.num_tokens_at_admission = len(seq.token_ids)
     seq.num_computed_tokens = num_cached_tokens
-    core.enter(state, seq, block_table, draft)
+    core.enter(state, seq, block_table, builder)
     core.unpark_followers(state.cache.begin(seq, len(matched)))
     core.drain_rate.observe(now)
     num_new = len(seq.token_ids) - num_cached_tokens
     state.num_queued_tokens += num_new
     core.recovery_pace.seated(seq)
     core.note(seq, Reason.PREFILL, state, f"{num_new} tokens, {num_cached_tokens} cached")
-    if draft.budget > 0:
-        _chunk(core, seq, draft)
+    if builder.budget > 0:
+        _chunk(core, seq, builder)
 
 
-def _chunk(core: CoreState, seq: Sequence, draft: PlanDraft) -> None:
+def _chunk(core: CoreState, seq: Sequence, builder: PlanBuilder) -> None:
     """Plans as many uncomputed tokens of `seq` as the budget allows; fewer if it recovers beside others."""
     if not seq.is_recovering:
-        draft.chunk(seq, draft.budget)
+        builder.chunk(seq, builder.budget)
         return
-    shares = draft.best_other <= seq.importance
-    limit = min(draft.budget, draft.recompute_budget) if shares else draft.budget
+    shares = builder.best_other <= seq.importance
+    limit = min(builder.budget, builder.recompute_budget) if shares else builder.budget
     if core.inquiry:
         limit = min(limit, core.inquiry.num_harmless(seq) or limit)
     if limit > 0:
-        before = draft.budget
-        draft.chunk(seq, limit)
-        draft.recompute_budget -= before - draft.budget
+        before = builder.budget
+        builder.chunk(seq, limit)
+        builder.recompute_budget -= before - builder.budget
 
 
 def _end_turn(core: CoreState, state: ExecutorState, turn: Turn) -> None:

@@ -25,7 +25,7 @@ from scheduler.executor_session import SessionBrokenError
 from scheduler.executor_state import ExecutorState
 from scheduler.explain import Entry, Reason
 from scheduler.plan import BatchPlan, Capacity, StepResult
-from scheduler.plan_draft import PlanDraft
+from scheduler.plan_builder import PlanBuilder
 from scheduler.policy import Limits
 from scheduler.sequence import (
     Event,
@@ -255,17 +255,17 @@ class SchedulerCore(CoreState):
         if not self._may_send(state, now) or not self._clear_the_way(state):
             return None
         may_enter = self.batching.may_enter(num_running=len(state.running)) and not state.is_draining
-        draft = PlanDraft(state.max_num_batched_tokens)
+        builder = PlanBuilder(state.max_num_batched_tokens)
         for pad in state.entering_padding:
-            self.enter(state, pad, pad.block_table, draft)
+            self.enter(state, pad, pad.block_table, builder)
         state.entering_padding = []
-        unfinished = self._decode_rows(state, draft)
-        if self.limits.max_step_us is not None and draft.rows:
-            draft.budget = state.tokens_beside(len(draft.rows), self.limits.max_step_us)
-        admitting.give_out(self, state, unfinished, draft, now, may_enter=may_enter)
-        speculation.add_draft_tokens(self, state, draft, now)
+        unfinished = self._decode_rows(state, builder)
+        if self.limits.max_step_us is not None and builder.rows:
+            builder.budget = state.tokens_beside(len(builder.rows), self.limits.max_step_us)
+        admitting.give_out(self, state, unfinished, builder, now, may_enter=may_enter)
+        speculation.add_draft_tokens(self, state, builder, now)
         self.drain_rate.queue_is(now, empty=not self.waiting)
-        return self._plan(state, draft)
+        return self._plan(state, builder)
 
     def _may_send(self, state: ExecutorState, now: float) -> bool:
         """Whether a plan may leave: the window has room, and it is late enough (`pace`).
@@ -294,15 +294,15 @@ class SchedulerCore(CoreState):
             return False
         return preemption.displace_for_next(self, state, self._now)
 
-    def _decode_rows(self, state: ExecutorState, draft: PlanDraft) -> list[Sequence]:
+    def _decode_rows(self, state: ExecutorState, builder: PlanBuilder) -> list[Sequence]:
         """Adds a row for each running sequence with one token to compute; returns those with more."""
         unfinished: list[Sequence] = []
         growing: list[Sequence] = []
         num_early, early = policy.early_growth(
             len(state.running), state.blocks.num_free, state.blocks.block_size
         )
-        members, seq_ids = draft.rows, draft.seq_ids
-        budget, positions_sum = draft.budget, draft.positions_sum
+        members, seq_ids = builder.rows, builder.seq_ids
+        budget, positions_sum = builder.budget, builder.positions_sum
         for seq_id, seq in state.running.items():
             position = seq.num_computed_tokens
             computable = seq.num_computable_tokens
@@ -322,14 +322,14 @@ class SchedulerCore(CoreState):
             budget -= 1
             seq.num_computed_tokens = computable
             if seq.is_prefilling:  # a last chunk of one token
-                draft.filled.append((seq, seq_id, computable))
+                builder.filled.append((seq, seq_id, computable))
             if computable < seq.max_len - 1:
                 seq.num_computable_tokens = computable + 1
-        draft.num_tokens = [1] * len(members)
-        draft.num_samples = [1] * len(members)
-        draft.budget, draft.positions_sum = budget, positions_sum
+        builder.num_tokens = [1] * len(members)
+        builder.num_samples = [1] * len(members)
+        builder.budget, builder.positions_sum = budget, positions_sum
         if growing:
-            draft.grow(growing, state.blocks)
+            builder.grow(growing, state.blocks)
         return unfinished
 
     def _has_slot(self, state: ExecutorState, seq: Sequence, growing: list[Sequence], num_early: int) -> bool:
@@ -346,34 +346,34 @@ class SchedulerCore(CoreState):
         growing.append(seq)
         return True
 
-    def _plan(self, state: ExecutorState, draft: PlanDraft) -> BatchPlan | None:
+    def _plan(self, state: ExecutorState, builder: PlanBuilder) -> BatchPlan | None:
         session = state.session
-        if not (draft.rows or draft.admitted or state.released_seq_ids or state.has_ghosts):
+        if not (builder.rows or builder.admitted or state.released_seq_ids or state.has_ghosts):
             return None
         plan = BatchPlan(
             epoch=session.epoch,
             step_id=session.last_step_id + 1,
             acked_step_id=session.acked_step_id,
             released_seq_ids=state.released_seq_ids,
-            admitted=draft.admitted,
-            seq_ids=draft.seq_ids,
-            num_tokens=draft.num_tokens,
-            grown_seq_ids=draft.grown_seq_ids,
-            num_new_blocks=draft.num_new_blocks,
-            new_block_ids=draft.new_block_ids,
-            positions_sum=draft.positions_sum,
-            num_samples=draft.num_samples,
-            rows=draft.rows,
-            filled=draft.filled,
-            outgrown=draft.outgrown,
+            admitted=builder.admitted,
+            seq_ids=builder.seq_ids,
+            num_tokens=builder.num_tokens,
+            grown_seq_ids=builder.grown_seq_ids,
+            num_new_blocks=builder.num_new_blocks,
+            new_block_ids=builder.new_block_ids,
+            positions_sum=builder.positions_sum,
+            num_samples=builder.num_samples,
+            rows=builder.rows,
+            filled=builder.filled,
+            outgrown=builder.outgrown,
             left=state.left,
-            draft_tokens=draft.draft_tokens,
+            draft_tokens=builder.draft_tokens,
         )
         state.released_seq_ids = []
         state.left = []
         state.has_ghosts = False
         session.sent(plan)
-        num_tokens = sum(draft.num_tokens)
+        num_tokens = sum(builder.num_tokens)
         predicted_us = state.step_time.predict_us(num_tokens) if num_tokens else 0.0
         state.clock.sent(None if predicted_us is None else predicted_us / 1e6, self._now)
         self.counters.scheduled_tokens += num_tokens

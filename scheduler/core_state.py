@@ -24,7 +24,7 @@ from scheduler.inquiry import Inquiry
 from scheduler.meters import Meters
 from scheduler.placement import Placement
 from scheduler.plan import Leaver, NewSequence
-from scheduler.plan_draft import PlanDraft
+from scheduler.plan_builder import PlanBuilder
 from scheduler.policy import Limits
 from scheduler.recovery import RecoveryPace
 from scheduler.sequence import Event, Finish, FinishReason, Request, Sequence, State, end_of_output
@@ -154,7 +154,9 @@ class CoreState:
         """Whether `seq`, the next one, may enter; with `follows`, it may wait for a prefix in progress."""
         return self.entrance.find(state, seq, follows=follows)
 
-    def enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], draft: PlanDraft) -> None:
+    def enter(
+        self, state: ExecutorState, seq: Sequence, block_table: list[int], builder: PlanBuilder
+    ) -> None:
         """Gives `seq` a seat under a new seq_id. Plans are kept for resending, so they get copies."""
         seq.seq_id = state.next_seq_id
         state.next_seq_id += 1
@@ -165,7 +167,7 @@ class CoreState:
         seq.tenant.num_running += 1
         seq.tenant.meter(len(block_table), self._now)
         sampling = self._padding_sampling if seq.is_padding else seq.request.sampling
-        draft.admitted.append(
+        builder.admitted.append(
             NewSequence(
                 seq.seq_id,
                 seq.token_ids[:],

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 
 from scheduler.executor_state import ExecutorState
-from scheduler.plan_draft import PlanDraft
+from scheduler.plan_builder import PlanBuilder
 from scheduler.sequence import Sequence
 from scheduler.waiting import WaitingQueue
 
@@ -36,7 +36,7 @@ class RecoveryPace:
         self,
         state: ExecutorState,
         unfinished: Iterable[Sequence],
-        draft: PlanDraft,
+        builder: PlanBuilder,
         waiting: WaitingQueue | None,
         now: float,
     ) -> None:
@@ -45,7 +45,7 @@ class RecoveryPace:
         `waiting` is None where nothing of the queue may enter in its turn, as at the host of a trial: a share
         that is kept for a newcomer would be nobody's.
         """
-        draft.recompute_budget = recompute_budget(draft.budget)
+        builder.recompute_budget = recompute_budget(builder.budget)
         has_recovering = waiting is not None and waiting.has_recovering
         if not (has_recovering or any(seq.is_recovering for seq in unfinished)):
             return
@@ -54,7 +54,7 @@ class RecoveryPace:
             newcomer = waiting.peek(now, at=state.executor_id, skip_recovering=True)
             if newcomer is not None:
                 others.append(waiting.importance(newcomer, now))
-        draft.best_other = min(others, default=math.inf)
+        builder.best_other = min(others, default=math.inf)
 
     def next(
         self, state: ExecutorState, waiting: WaitingQueue, now: float, *, may_recompute: bool

@@ -9,11 +9,11 @@ from scheduler.counters import Counters
 from scheduler.drafting import MAX_ROWS
 from scheduler.executor_state import ExecutorState
 from scheduler.plan import BatchPlan
-from scheduler.plan_draft import PlanDraft
+from scheduler.plan_builder import PlanBuilder
 from scheduler.sequence import Sequence
 
 
-def add_draft_tokens(core: CoreState, state: ExecutorState, draft: PlanDraft, now: float) -> None:
+def add_draft_tokens(core: CoreState, state: ExecutorState, builder: PlanBuilder, now: float) -> None:
     """Adds draft tokens to a plan that is complete otherwise: to rows that reach their last known token.
 
     Only while plans wait for all results: none may be made behind draft tokens. None while suspects are
@@ -22,32 +22,32 @@ def add_draft_tokens(core: CoreState, state: ExecutorState, draft: PlanDraft, no
     """
     if state.drafting is None or not state.drafting.waits or core.inquiry:
         return
-    if not 0 < len(draft.rows) <= MAX_ROWS:
+    if not 0 < len(builder.rows) <= MAX_ROWS:
         return
     line, max_step_us = state.step_time.line, core.limits.max_step_us
     within = None if max_step_us is None else state.step_time.tokens_within(max_step_us)
     if within is not None:
-        draft.budget = min(draft.budget, within - sum(draft.num_tokens))
-    for row, seq in enumerate(draft.rows):
+        builder.budget = min(builder.budget, within - sum(builder.num_tokens))
+    for row, seq in enumerate(builder.rows):
         num_known = len(seq.token_ids)
         if seq.num_computed_tokens != num_known or seq.is_prefilling or seq.is_padding:
             continue
         if seq.num_tokens_at_crash:
             continue
-        guess = state.drafting.guess(seq, sum(draft.num_tokens), line)
-        most = min(draft.budget, seq.max_len - 1 - num_known, len(guess))
-        if most > seq.num_slots - num_known and _may_grow_early(state, seq, draft):
+        guess = state.drafting.guess(seq, sum(builder.num_tokens), line)
+        most = min(builder.budget, seq.max_len - 1 - num_known, len(guess))
+        if most > seq.num_slots - num_known and _may_grow_early(state, seq, builder):
             seq.tenant.meter(1, now)
-            draft.grow([seq], state.blocks)
+            builder.grow([seq], state.blocks)
         most = min(most, seq.num_slots - num_known)
         if most > 0:
-            draft.add_draft_tokens(row, guess[:most])
+            builder.add_draft_tokens(row, guess[:most])
             core.counters.draft_tokens += most
 
 
-def _may_grow_early(state: ExecutorState, seq: Sequence, draft: PlanDraft) -> bool:
+def _may_grow_early(state: ExecutorState, seq: Sequence, builder: PlanBuilder) -> bool:
     """Whether `seq` may have a block for draft tokens: it will need one soon, and there is plenty."""
-    if seq.seq_id in draft.grown_seq_ids or seq.num_slots >= seq.max_len - 1 or not seq.tenant.may_grow:
+    if seq.seq_id in builder.grown_seq_ids or seq.num_slots >= seq.max_len - 1 or not seq.tenant.may_grow:
         return False
     return state.blocks.num_free >= 2 * len(state.running) + state.watermark_blocks
 

@@ -19,7 +19,7 @@ from scheduler.core import SchedulerCore
 from scheduler.door import RefusedError
 from scheduler.executor_state import ExecutorState
 from scheduler.plan import Capacity
-from scheduler.plan_draft import PlanDraft
+from scheduler.plan_builder import PlanBuilder
 from scheduler.sequence import FinishReason, Request, Sequence, StatusCode
 from scheduler.token_ids import NO_IDS, TokenIds
 
@@ -65,12 +65,14 @@ class ContiguousCore(SchedulerCore):
         ranges.give_back(start)  # it may still stay out, for another reason
         return super().find_place(state, seq, follows=follows)
 
-    def enter(self, state: ExecutorState, seq: Sequence, block_table: list[int], draft: PlanDraft) -> None:
+    def enter(
+        self, state: ExecutorState, seq: Sequence, block_table: list[int], builder: PlanBuilder
+    ) -> None:
         """As the core's; takes the run."""
         start = self._ranges[state.executor_id].take(_num_slots(state, seq))
         assert start is not None
         self._starts[seq] = start
-        super().enter(state, seq, block_table, draft)
+        super().enter(state, seq, block_table, builder)
 
     def _leave(
         self,

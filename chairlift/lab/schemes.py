@@ -34,7 +34,7 @@ from scheduler.batching import Batching
 from scheduler.core import SchedulerCore
 from scheduler.executor_state import ExecutorState
 from scheduler.plan import BatchPlan
-from scheduler.plan_draft import PlanDraft
+from scheduler.plan_builder import PlanBuilder
 from scheduler.policy import Admission, Limits
 from scheduler.sequence import Sequence
 
@@ -51,16 +51,16 @@ class PrefillFirstCore(SchedulerCore):
     One difference to vLLM of 2023: a prompt that the budget cuts is not put off but goes on in the next step.
     """
 
-    def _decode_rows(self, state: ExecutorState, draft: PlanDraft) -> list[Sequence]:
+    def _decode_rows(self, state: ExecutorState, builder: PlanBuilder) -> list[Sequence]:
         """No rows yet; returns those in the midst of their prompts."""
-        del draft
+        del builder
         return [seq for seq in state.running.values() if seq.is_prefilling and _is_behind(seq)]
 
-    def _plan(self, state: ExecutorState, draft: PlanDraft) -> BatchPlan | None:
+    def _plan(self, state: ExecutorState, builder: PlanBuilder) -> BatchPlan | None:
         """Prompts; and decoding, when there was none."""
-        if not draft.rows:
-            super()._decode_rows(state, draft)
-        return super()._plan(state, draft)
+        if not builder.rows:
+            super()._decode_rows(state, builder)
+        return super()._plan(state, builder)
 
 
 def _is_behind(seq: Sequence) -> bool:

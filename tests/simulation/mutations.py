@@ -20,7 +20,7 @@ from scheduler import (
     door,
     executor_session,
     lease,
-    plan_draft,
+    plan_builder,
     preemption,
     prefix_cache,
     router_session,
@@ -426,7 +426,11 @@ MUTATIONS = (
     ),
     Mutation("a wrong guess counts as computed", Sequence, "settle_draft", _counts_guesses_as_computed, 8),
     Mutation(
-        "a row is planned behind guesses", plan_draft.PlanDraft, "add_draft_tokens", _plans_behind_guesses, 86
+        "a row is planned behind guesses",
+        plan_builder.PlanBuilder,
+        "add_draft_tokens",
+        _plans_behind_guesses,
+        86,
     ),
     Mutation(
         "a cursor starts a token early", router_session.RouterSession, "attach", _starts_a_token_early, 2

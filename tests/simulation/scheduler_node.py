@@ -16,7 +16,7 @@ from scheduler.executor_state import ExecutorState
 from scheduler.lease import Lease, Record, Role
 from scheduler.parts import PartAssembler
 from scheduler.plan import BatchPlan, Capacity
-from scheduler.plan_draft import PlanDraft
+from scheduler.plan_builder import PlanBuilder
 from scheduler.policy import Limits
 from scheduler.promise import Promise
 from scheduler.router_session import RouterSession, session_of, superseded, touch
@@ -98,8 +98,8 @@ class WatchedCore(SchedulerCore):
             self._given_up[state.executor_id, session.epoch, seq.seq_id] = session.last_step_id
         super()._end_running(state, seq, finish, event)
 
-    def _plan(self, state: ExecutorState, draft: PlanDraft) -> BatchPlan | None:
-        plan = super()._plan(state, draft)
+    def _plan(self, state: ExecutorState, builder: PlanBuilder) -> BatchPlan | None:
+        plan = super()._plan(state, builder)
         if plan is not None:
             self._check_given_up(state, plan)
         return plan

@@ -8,7 +8,7 @@ from scheduler.sequence import Sequence
 from scheduler.token_ids import TokenIds
 
 
-class PlanDraft:
+class PlanBuilder:
     """Columns that grow row by row; `budget` is the number of tokens that may still be given out."""
 
     __slots__ = (

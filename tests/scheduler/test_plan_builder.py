@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.blocks import BlockManager
-from scheduler.plan_draft import PlanDraft
+from scheduler.plan_builder import PlanBuilder
 from tests.scheduler.sequences import waiting
 
 
@@ -22,12 +22,12 @@ def test_chunks_cover_the_computable_tokens_once_and_the_last_one_samples(
     for limit in limits * 50:
         if covered == computable:
             break
-        draft = PlanDraft(budget=1000)
-        draft.chunk(seq, limit)
-        (count,), (samples,) = draft.num_tokens, draft.num_samples
+        builder = PlanBuilder(budget=1000)
+        builder.chunk(seq, limit)
+        (count,), (samples,) = builder.num_tokens, builder.num_samples
         assert 1 <= count <= limit
-        assert draft.positions_sum == covered
-        assert draft.budget == 1000 - count
+        assert builder.positions_sum == covered
+        assert builder.budget == 1000 - count
         covered += count
         assert seq.num_computed_tokens == covered
         assert samples == (covered == computable)
@@ -37,40 +37,40 @@ def test_chunks_cover_the_computable_tokens_once_and_the_last_one_samples(
 
 
 def test_columns_stand_beside_each_other() -> None:
-    draft = PlanDraft(budget=10)
+    builder = PlanBuilder(budget=10)
     first, second = waiting("a", prompt_len=3), waiting("b", prompt_len=9)
     first.seq_id, second.seq_id = 4, 5
     second.num_computed_tokens = 2
-    draft.chunk(first, draft.budget)
-    draft.chunk(second, draft.budget)
-    assert draft.rows == [first, second]
-    assert (draft.seq_ids, draft.num_tokens, draft.num_samples) == ([4, 5], [3, 7], [1, 1])
-    assert (draft.positions_sum, draft.budget) == (2, 0)
+    builder.chunk(first, builder.budget)
+    builder.chunk(second, builder.budget)
+    assert builder.rows == [first, second]
+    assert (builder.seq_ids, builder.num_tokens, builder.num_samples) == ([4, 5], [3, 7], [1, 1])
+    assert (builder.positions_sum, builder.budget) == (2, 0)
 
 
 def test_a_grown_sequence_has_a_block_more_and_its_full_ones_are_noted() -> None:
-    draft, blocks = PlanDraft(budget=10), BlockManager(num_blocks=4, block_size=2)
+    builder, blocks = PlanBuilder(budget=10), BlockManager(num_blocks=4, block_size=2)
     first, second = waiting("a", prompt_len=3), waiting("b", prompt_len=9)
     first.seq_id, second.seq_id = 4, 5
     second.num_computed_tokens = 2
-    draft.grow([first], blocks)
-    draft.grow([first, second], blocks)
-    assert draft.grown_seq_ids == [4, 4, 5]
-    assert draft.num_new_blocks == [1, 1, 1]
-    assert draft.new_block_ids == [*first.block_table[:1], first.block_table[1], *second.block_table]
-    assert len(set(draft.new_block_ids)) == 3
+    builder.grow([first], blocks)
+    builder.grow([first, second], blocks)
+    assert builder.grown_seq_ids == [4, 4, 5]
+    assert builder.num_new_blocks == [1, 1, 1]
+    assert builder.new_block_ids == [*first.block_table[:1], first.block_table[1], *second.block_table]
+    assert len(set(builder.new_block_ids)) == 3
     assert (first.num_slots, second.num_slots, blocks.num_free) == (4, 2, 1)
-    assert draft.outgrown == [(first, 4, 0), (first, 4, 0), (second, 5, 2)]
+    assert builder.outgrown == [(first, 4, 0), (first, 4, 0), (second, 5, 2)]
 
 
 def test_draft_tokens_lengthen_their_row_and_nothing_of_it_is_computable_until_they_are_answered() -> None:
-    draft = PlanDraft(budget=10)
+    builder = PlanBuilder(budget=10)
     before, seq = waiting("a", prompt_len=3), waiting("b", prompt_len=1)
     before.seq_id, seq.seq_id = 4, 5
-    draft.chunk(before, draft.budget)
-    draft.chunk(seq, draft.budget)
-    draft.add_draft_tokens(1, array("I", [7, 8]))
-    assert draft.draft_tokens == {5: array("I", [7, 8])}
-    assert (draft.num_tokens, draft.num_samples, draft.budget) == ([3, 3], [1, 1], 4)
+    builder.chunk(before, builder.budget)
+    builder.chunk(seq, builder.budget)
+    builder.add_draft_tokens(1, array("I", [7, 8]))
+    assert builder.draft_tokens == {5: array("I", [7, 8])}
+    assert (builder.num_tokens, builder.num_samples, builder.budget) == ([3, 3], [1, 1], 4)
     assert (seq.num_computed_tokens, seq.num_computable_tokens) == (1, 1)
     assert before.num_computable_tokens == 4
