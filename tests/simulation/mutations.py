@@ -20,7 +20,6 @@ from scheduler import (
     door,
     executor_session,
     lease,
-    plan_builder,
     preemption,
     prefix_cache,
     router_session,
@@ -253,16 +252,6 @@ def _counts_guesses_as_computed(settle_draft: Any) -> Any:
     return broken
 
 
-def _plans_behind_guesses(add_draft_tokens: Any) -> Any:
-    def broken(self: Any, row: int, token_ids: Any) -> None:
-        seq = self.rows[row]
-        before = seq.num_computable_tokens
-        add_draft_tokens(self, row, token_ids)
-        seq.num_computable_tokens = before
-
-    return broken
-
-
 # --- towards routers -------------------------------------------------------------------------------------
 
 
@@ -425,13 +414,6 @@ MUTATIONS = (
         80,
     ),
     Mutation("a wrong guess counts as computed", Sequence, "settle_draft", _counts_guesses_as_computed, 8),
-    Mutation(
-        "a row is planned behind guesses",
-        plan_builder.PlanBuilder,
-        "add_draft_tokens",
-        _plans_behind_guesses,
-        86,
-    ),
     Mutation(
         "a cursor starts a token early", router_session.RouterSession, "attach", _starts_a_token_early, 2
     ),
