@@ -19,6 +19,8 @@ from scheduler.sequence import Sequence, State
 from scheduler.step_time import Line
 from scheduler.token_ids import NO_IDS, TokenIds
 
+DRAFT_TOKENS = "draft_tokens"
+"""Feature of an executor that takes them. No request asks for it."""
 MAX_ROWS = 16
 """In a larger batch nothing is guessed: it hardly pays, and the search takes its time in each step."""
 _WAY_SECONDS = 1e-3  # from a result to the next step, as long as that was not measured

@@ -8,7 +8,7 @@ from collections import deque
 
 from scheduler.batching import Batching
 from scheduler.blocks import BlockError, BlockManager
-from scheduler.drafting import Drafting
+from scheduler.drafting import DRAFT_TOKENS, Drafting
 from scheduler.executor_session import ExecutorSession
 from scheduler.pace import Pace
 from scheduler.plan import Capacity, Leaver
@@ -93,7 +93,7 @@ class ExecutorState:
             self.max_num_batched_tokens,
         )
         most = limits.num_speculative_tokens
-        self.drafting = Drafting(most) if most and "draft_tokens" in capacity.features else None
+        self.drafting = Drafting(most) if most and DRAFT_TOKENS in capacity.features else None
         self.watermark_blocks = int(limits.watermark * num_blocks)
         self.step_time = StepTimeModel()
         self.clock = StepClock()

@@ -1,12 +1,14 @@
 """What routers are told about the executors, and check requests against.
 
-Lengths and features are the minimum over all attached executors; the model is the same for all. Pure.
+Lengths and features are the minimum over all attached executors; the model is the same for all. What no
+request can ask for is left out: routers need not hear of it, nor when it changes. Pure.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from scheduler.drafting import DRAFT_TOKENS
 from scheduler.plan import Capacity
 
 
@@ -28,7 +30,7 @@ class Promise:
         """The promise of executors with the model of this one."""
         return cls(
             max_total_tokens,
-            frozenset(features),
+            frozenset(features) - {DRAFT_TOKENS},
             capacity.vocab_size,
             capacity.eos_token_ids,
             capacity.model_fingerprint,

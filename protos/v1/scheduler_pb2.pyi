@@ -351,7 +351,7 @@ class Welcome(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Abilities that every executor here has (`OpenResponse.features`)."""
+        """Abilities that every executor here has (`OpenResponse.features`), of those that requests may need."""
 
     def __init__(
         self,

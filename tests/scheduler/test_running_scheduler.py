@@ -82,6 +82,21 @@ async def test_what_routers_are_promised_is_what_every_executor_that_is_there_ca
     assert scheduler.promise.max_total_tokens == 256  # nobody is told anything new by an absence
 
 
+async def test_routers_need_not_hear_which_executors_take_draft_tokens() -> None:
+    """Else each of their streams would end when one that takes none joins those that do, or leaves them."""
+    scheduler = RunningScheduler(SchedulerCore(), on_serving=lambda *_: None)
+    takes_none = replace(capacity(), features=frozenset({"penalties"}))
+    takes = replace(takes_none, features=takes_none.features | {"draft_tokens"})
+    scheduler.executor_attached("takes", Opened(1, 1, takes), asyncio.Event())
+    before = scheduler.promise
+    assert before is not None
+    assert before.features == {"penalties"}
+    scheduler.executor_attached("takes none", Opened(2, 1, takes_none), asyncio.Event())
+    assert scheduler.promise == before
+    scheduler.executor_lost("takes none", "gone", is_crash=False)
+    assert scheduler.promise == before
+
+
 async def test_other_numbers_or_names_that_are_not_told_are_no_other_promise() -> None:
     scheduler = RunningScheduler(SchedulerCore(), on_serving=lambda *_: None)
     one = replace(capacity(), model_fingerprint="m", numerics_fingerprint="avx2", dtype="float32")
