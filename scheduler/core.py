@@ -252,6 +252,14 @@ class SchedulerCore(CoreState):
         state.num_put_behind = 0
         if state.fault is not None:
             raise state.fault
+        plan = self._next_plan(state, now)
+        if plan is None and state.crowded and not state.session.num_unanswered:
+            # All were postponed for their tenants' own limits. With nothing in flight, no result comes that
+            # would have anybody ask again: those that make room are found at once.
+            plan = self._next_plan(state, now)
+        return plan
+
+    def _next_plan(self, state: ExecutorState, now: float) -> BatchPlan | None:
         if not self._may_send(state, now) or not self._clear_the_way(state):
             return None
         may_enter = self.batching.may_enter(num_running=len(state.running)) and not state.is_draining

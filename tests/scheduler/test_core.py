@@ -10,6 +10,7 @@ from scheduler.executor_session import SessionBrokenError
 from scheduler.plan import StepResult
 from scheduler.policy import Admission, Limits
 from scheduler.sequence import FinishReason, Sequence, State, StatusCode
+from scheduler.tenants import TenantLimits
 from tests.rig.checking_executor import expected_output
 from tests.scheduler.harness import EXECUTOR, Harness
 
@@ -778,3 +779,22 @@ def test_equal_prompts_that_fill_their_blocks_together_take_the_next_ones_over_s
     grown = [len(plan.grown_seq_ids) for plan in h.plans]
     assert max(grown[2 + window :]) < count // 4, "the first block comes at once: no room to spread it yet"
     assert sum(grown) == count * (-(-(length + max_tokens - 1) // 16) - 1)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("block_size", "prompt_len"), [(1, 1), (2, 3), (4, 7)])
+def test_whoever_runs_has_a_plan_though_all_are_postponed_for_their_tenants_limit(
+    window: int, block_size: int, prompt_len: int
+) -> None:
+    """Nothing else would have anybody ask again: no result is due, and no request comes."""
+    tenants = {"t": TenantLimits(max_blocks=4)}
+    limits = Limits(window=window, watermark=0.0, admission=Admission.OPTIMISTIC, tenants=tenants)
+    h = Harness(limits, block_size=block_size)
+    for number in range(3):
+        h.submit(f"r{number}", [1 + number] * prompt_len, 20, tenant="t", ignore_eos=True)
+    while not h.core.is_idle:
+        while h.plan() is not None:
+            pass
+        assert h.executor.plans
+        h.result()
+    h.check_outputs()
