@@ -56,16 +56,16 @@ class _EndedError(Exception):
 
 
 class _Filled:
-    """The stretches of a token log that a result has filled: one, but for very short ones."""
+    """The stretches of a token log that a result has filled: one, but where it brought many ids."""
 
     __slots__ = ("ids", "index", "seq", "seq_id")
 
-    def __init__(self, seq: Sequence, seq_id: int, num_before: int, num_ids: int) -> None:
-        """The log had `num_before` ids."""
+    def __init__(self, seq: Sequence, seq_id: int, num_before: int, num_now: int, num_ids: int) -> None:
+        """Of the log, `num_before` ids were there before, and `num_now` are now."""
         self.seq = seq
         self.seq_id = seq_id
         self.index = num_before // num_ids  # of the first of them
-        end = len(seq.token_ids) // num_ids * num_ids
+        end = num_now // num_ids * num_ids
         self.ids: TokenIds = seq.token_ids[self.index * num_ids : end]
 
 
@@ -115,6 +115,7 @@ class Recorder:
         self._file, self.path = _created(path)
         self.is_on = True
         self.num_ids: int | None = None  # of a stretch: a block of the first executor
+        self.in_hand: list[Sequence] = []  # what the result that is being applied fills is not recorded yet
         self._settings = limits, batching, scheduler_id
         self._pending: deque[Callable[[_Encoding], Event | None]] = deque()
         self._sealer = Sealer()
@@ -217,7 +218,9 @@ class Recorder:
         file.flush()
         self._lines, self._num_bytes, self._sealed_at = [], 0, time.monotonic()
         if self._encoding is not None and not is_last:
-            ended = self._encoding.ended()  # all that was recorded about them is in the queue by now
+            ended = self._encoding.ended()  # looked for before `in_hand` is: of others, all is in the queue
+            in_hand = self.in_hand
+            ended = [seq for seq in ended if seq not in in_hand]
             self._pending.append(lambda encoding: encoding.forget(ended))
 
 
@@ -352,16 +355,19 @@ class RecordingCore(SchedulerCore):
             most = 1 + len(plan.draft_tokens.get(seq_id, NO_IDS)) if plan is not None else 1
             if length % num_ids + most >= num_ids and seq.seq_id == seq_id and not seq.is_padding:
                 filling.append((seq, seq_id, length))
+        self._recorder.in_hand = [seq for seq, _, _ in filling]
         try:
             return super().update(executor_id, result, now)
         finally:
-            filled = [  # the last block of an ended sequence is never named
-                _Filled(seq, seq_id, length, num_ids)
-                for seq, seq_id, length in filling
-                if len(seq.token_ids) // num_ids > length // num_ids and seq.state is not State.FINISHED
-            ]
+            filled = []
+            for seq, seq_id, length in filling:
+                # The last id of an ended sequence is never computed, so a block that it fills is never named.
+                num_now = len(seq.token_ids) - (seq.state is State.FINISHED)
+                if num_now // num_ids > length // num_ids:
+                    filled.append(_Filled(seq, seq_id, length, num_now, num_ids))
             what = {"e": "update", "t": now, "executor": executor_id}
             self._recorder.put(lambda encoding: what | encoding.update(result, plan, filled))
+            self._recorder.in_hand = []
             self._see(executor_id)
 
     # --- small things ------------------------------------------------------------------------------------

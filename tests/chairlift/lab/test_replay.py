@@ -133,6 +133,22 @@ def test_random_calls_replay_equal(
     )
 
 
+def test_a_block_that_is_filled_by_a_last_step_of_many_tokens_is_found_in_the_replay(
+    records: _Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With draft tokens, a step that ends a sequence may fill blocks before its last one: these are named."""
+    monkeypatch.setattr(harness, "SchedulerCore", lambda *a, **f: records.of(RecordingCore, *a, **f))
+    for length in range(50, 62):
+        h = harness.Harness(block_size=4, num_blocks=64, features=frozenset({"draft_tokens"}))
+        first = h.submit("first", [3, 1, 2, 5], length, ignore_eos=True)
+        h.run_to_end()
+        assert h.core.counters.draft_tokens_accepted > 10
+        h.submit("goes on", first.token_ids.tolist(), 4, ignore_eos=True)
+        h.run_to_end()
+        h.check_outputs()
+        records.replay_all()
+
+
 def test_whatever_is_cut_or_crashes_replays_equal(records: _Records, monkeypatch: pytest.MonkeyPatch) -> None:
     class Core(scheduler_node.WatchedCore, RecordingCore):
         pass
