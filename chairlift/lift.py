@@ -45,10 +45,10 @@ class Gauges:
     num_cached_blocks: int = 0
     step_us: int = 0
     idle_us: int = 0
-    num_accepted_tokens: int = 0
-    """Guessed tokens that were right so far, beside those that `num_sampled` counts."""
     queue: tuple[tuple[int, str, int], ...] = ()
     """Importance class, tenant and number of those that wait together."""
+    num_accepted_tokens: int = 0
+    """Guessed tokens that were right so far, beside those that `num_sampled` counts."""
 
 
 @dataclass(frozen=True, slots=True)
