@@ -111,19 +111,11 @@ async def run() -> int:
     if place.rank > 0:
         return follow(place, partial(follow_first_rank, config, place))
     with tracing.opened(config, "executor") as tracer:
-        code, is_device_busy = await serve_first_rank(config, place, tracer)
-    if is_device_busy:
-        # Python would unwind the thread from inside of torch, which ends the process with an abort.
-        sys.stdout.flush()
-        log.flush()
-        os._exit(code)
-    return code
+        return await serve_first_rank(config, place, tracer)
 
 
-async def serve_first_rank(
-    config: ExecutorSettings, place: Place, tracer: tracing.Tracer | None
-) -> tuple[int, bool]:
-    """Serve, with the other ranks if there are any; the exit code, and whether the device is still busy."""
+async def serve_first_rank(config: ExecutorSettings, place: Place, tracer: tracing.Tracer | None) -> int:
+    """Serve, with the other ranks if there are any; the exit code."""
     loop = asyncio.get_running_loop()
     group: Group | None = None
     runner: ModelRunner | None = None
@@ -152,7 +144,7 @@ async def serve_first_rank(
             if runner is not None:
                 runner.close()
             group.end()
-    return code, is_device_busy
+    return code
 
 
 if __name__ == "__main__":

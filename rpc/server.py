@@ -161,7 +161,8 @@ def _end(code: int) -> NoReturn:
     """Ends the process when what is registered for its exit is done.
 
     The interpreter would go on to wait for threads and to take every module apart: with torch loaded that is
-    half a second of a processor, in which a process that has said that it stopped is still there.
+    half a second of a processor, in which a process that has said that it stopped is still there. A thread at
+    work inside of torch would even be unwound from there, which ends the process with an abort.
     """
     atexit._run_exitfuncs()  # noqa: SLF001 - there is no other name for it
     for stream in (sys.stdout, sys.stderr):
