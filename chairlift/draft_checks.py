@@ -7,7 +7,8 @@ is asked: its tokens are the draft tokens as far as those were right, and one mo
 Must not know: our scheduler, our executor, how a verdict is reported.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -112,9 +113,14 @@ class _Speaking:
         )
 
 
-def _need_drafts(epoch: Epoch) -> None:
+@contextlib.asynccontextmanager
+async def _speaking_to(subject: Subject) -> AsyncIterator[tuple[_Speaking, executor_pb2.OpenResponse]]:
+    """A fresh epoch of an executor that takes draft tokens, and what it can take."""
+    epoch = await subject.open()
     offers(epoch, "draft_tokens")
     need(epoch, num_tokens=PROMPT_TOKENS + _NUM_DRAFTS)
+    async with epoch.stream() as stream:
+        yield _Speaking(epoch, stream), epoch.capacity
 
 
 def _rightly(tokens: Sequence[int]) -> Guess:
@@ -133,13 +139,10 @@ def _wrongly(tokens: Sequence[int], vocab_size: int, *, every: int) -> Guess:
 
 async def right_draft_tokens_are_taken(subject: Subject) -> None:
     """With the feature "draft_tokens", a step brings all that were right, and one token more."""
-    epoch = await subject.open()
-    _need_drafts(epoch)
-    async with epoch.stream() as stream:
-        speaking = _Speaking(epoch, stream)
+    async with _speaking_to(subject) as (speaking, capacity):
         plain = await speaking.plainly()
         guessed = await speaking.answer(greedy(_NUM_OUTPUT), _rightly(plain))
-    if epoch.capacity.row_invariant:
+    if capacity.row_invariant:
         require(guessed.tokens == plain, f"right draft tokens changed {plain} into {guessed.tokens}")
         fewest = -(-_NUM_OUTPUT // (_NUM_DRAFTS + 1))
         require(
@@ -151,25 +154,18 @@ async def right_draft_tokens_are_taken(subject: Subject) -> None:
 
 async def wrong_draft_tokens_are_forgotten(subject: Subject) -> None:
     """With "draft_tokens", a wrong one is the last to be checked, and leaves nothing behind."""
-    epoch = await subject.open()
-    _need_drafts(epoch)
-    vocab_size = epoch.capacity.vocab_size
-    async with epoch.stream() as stream:
-        speaking = _Speaking(epoch, stream)
+    async with _speaking_to(subject) as (speaking, capacity):
         plain = await speaking.plainly()
         for every in (1, 2, 3):
-            guess = _wrongly(plain, vocab_size, every=every)
+            guess = _wrongly(plain, capacity.vocab_size, every=every)
             guessed = await speaking.answer(greedy(_NUM_OUTPUT), guess)
-            if epoch.capacity.row_invariant:
+            if capacity.row_invariant:
                 require(guessed.tokens == plain, f"wrong draft tokens changed {plain} into {guessed.tokens}")
 
 
 async def an_end_among_draft_tokens_ends(subject: Subject) -> None:
     """With "draft_tokens", a stop id among right ones ends the sequence there, as does its length."""
-    epoch = await subject.open()
-    _need_drafts(epoch)
-    async with epoch.stream() as stream:
-        speaking = _Speaking(epoch, stream)
+    async with _speaking_to(subject) as (speaking, capacity):
         plain = await speaking.plainly()
         for place in range(_NUM_DRAFTS + 1):
             stop_id = plain[place]
@@ -177,7 +173,7 @@ async def an_end_among_draft_tokens_ends(subject: Subject) -> None:
             sampling = greedy(_NUM_OUTPUT, stop_token_ids=[stop_id])
             stopped = await speaking.answer(sampling, _rightly(plain))
             cut = await speaking.answer(greedy(place + 1), _rightly(plain))
-            if not epoch.capacity.row_invariant:
+            if not capacity.row_invariant:
                 continue
             require(
                 stopped.tokens == expected,
@@ -193,16 +189,13 @@ async def an_end_among_draft_tokens_ends(subject: Subject) -> None:
 
 async def draft_tokens_change_no_choice(subject: Subject) -> None:
     """With "draft_tokens" and row_invariant, each token is chosen as in a step of its own."""
-    epoch = await subject.open()
-    _need_drafts(epoch)
-    if not epoch.capacity.row_invariant:
-        raise Skipped("the executor does not claim row_invariant")
-    async with epoch.stream() as stream:
-        speaking = _Speaking(epoch, stream)
+    async with _speaking_to(subject) as (speaking, capacity):
+        if not capacity.row_invariant:
+            raise Skipped("the executor does not claim row_invariant")
         stop_ids = await speaking.plainly()
-        for sampling in _ways(epoch, stop_ids):
+        for sampling in _ways(capacity.features, stop_ids):
             plain = await speaking.answer(sampling)
-            spoiled = (_wrongly(plain.tokens, epoch.capacity.vocab_size, every=every) for every in (2, 3))
+            spoiled = (_wrongly(plain.tokens, capacity.vocab_size, every=every) for every in (2, 3))
             for guess in (_rightly(plain.tokens), *spoiled):
                 guessed = await speaking.answer(sampling, guess)
                 require(
@@ -212,7 +205,7 @@ async def draft_tokens_change_no_choice(subject: Subject) -> None:
                 )
 
 
-def _ways(epoch: Epoch, stop_ids: Sequence[int]) -> list[common_pb2.SamplingParams]:
+def _ways(offered: Collection[str], stop_ids: Sequence[int]) -> list[common_pb2.SamplingParams]:
     """Sampling in which the choice of a token depends on its place, or on the tokens before it."""
     ways: list[dict[str, Any]] = [{}, {"temperature": 1.0}]
     ways += [{"temperature": 0.0, "stop_token_ids": stop_ids, "min_tokens": 3}]
@@ -225,6 +218,5 @@ def _ways(epoch: Epoch, stop_ids: Sequence[int]) -> list[common_pb2.SamplingPara
         ({"logprobs"}, {"temperature": 0.0, "logprobs": 1}),
         ({"logit_bias"}, {"temperature": 0.0, "logit_bias": {1: 5.0}}),
     ]
-    offered = set(epoch.capacity.features)
-    ways += [options for features, options in of_features if features <= offered]
+    ways += [options for features, options in of_features if features <= set(offered)]
     return [hot(_NUM_OUTPUT, 3, **options) for options in ways]
