@@ -350,11 +350,11 @@ class RecordingCore(SchedulerCore):
         plan = unanswered[0] if unanswered else None
         num_ids = self._recorder.num_ids or 1
         filling = []
-        for seq, seq_id in zip(plan.rows, plan.seq_ids, strict=True) if plan is not None else ():
-            length = len(seq.token_ids)
-            most = 1 + len(plan.draft_tokens.get(seq_id, NO_IDS)) if plan is not None else 1
-            if length % num_ids + most >= num_ids and seq.seq_id == seq_id and not seq.is_padding:
-                filling.append((seq, seq_id, length))
+        if plan is not None:
+            for seq, seq_id in zip(plan.rows, plan.seq_ids, strict=True):
+                length, most = len(seq.token_ids), 1 + len(plan.draft_tokens.get(seq_id, NO_IDS))
+                if length % num_ids + most >= num_ids and seq.seq_id == seq_id and not seq.is_padding:
+                    filling.append((seq, seq_id, length))
         self._recorder.in_hand = [seq for seq, _, _ in filling]
         try:
             return super().update(executor_id, result, now)

@@ -26,15 +26,16 @@ def add_draft_tokens(core: CoreState, state: ExecutorState, builder: PlanBuilder
         return
     line, max_step_us = state.step_time.line, core.limits.max_step_us
     within = None if max_step_us is None else state.step_time.tokens_within(max_step_us)
+    num_tokens = sum(builder.num_tokens)
     if within is not None:
-        builder.budget = min(builder.budget, within - sum(builder.num_tokens))
+        builder.budget = min(builder.budget, within - num_tokens)
     for row, seq in enumerate(builder.rows):
         num_known = len(seq.token_ids)
         if seq.num_computed_tokens != num_known or seq.is_prefilling or seq.is_padding:
             continue
         if seq.num_tokens_at_crash:
             continue
-        guess = state.drafting.guess(seq, sum(builder.num_tokens), line)
+        guess = state.drafting.guess(seq, num_tokens, line)
         most = min(builder.budget, seq.max_len - 1 - num_known, len(guess))
         if most > seq.num_slots - num_known and _may_grow_early(state, seq, builder):
             seq.tenant.meter(1, now)
@@ -42,6 +43,7 @@ def add_draft_tokens(core: CoreState, state: ExecutorState, builder: PlanBuilder
         most = min(most, seq.num_slots - num_known)
         if most > 0:
             builder.add_draft_tokens(row, guess[:most])
+            num_tokens += most
             core.counters.draft_tokens += most
 
 
